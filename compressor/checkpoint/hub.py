@@ -1,0 +1,150 @@
+"""A checkpoint on the Hugging Face Hub: resolve it to one commit, download what is needed, verify every file.
+
+Everything is requested at the resolved commit, so a branch that moves meanwhile cannot mix two commits. The network
+is used by `resolve`, `download_snapshot` and `download_headers` only, and never for a local path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from memopt.compressor.checkpoint.hub_answers import Target
+from memopt.compressor.checkpoint.hub_batch import ProgressMeter, run_batch
+from memopt.compressor.checkpoint.hub_cache import HubCache, check_file, disk_errors, verify_stamp
+from memopt.compressor.checkpoint.hub_headers import download_headers
+from memopt.compressor.checkpoint.hub_http import HubClient, RetryPolicy
+from memopt.compressor.checkpoint.hub_listing import (
+    is_metadata_file,
+    metadata_files,
+    resolve,
+    weight_files,
+)
+from memopt.compressor.checkpoint.hub_types import (
+    FileStamp,
+    HubFile,
+    HubListing,
+    HubProgress,
+    HubReference,
+    HubSnapshot,
+    ProgressCallback,
+    parse_hub_reference,
+)
+from memopt.errors import MissingFileError, SourceChangedError
+
+__all__ = [
+    "FileStamp",
+    "HubFile",
+    "HubListing",
+    "HubProgress",
+    "HubReference",
+    "HubSnapshot",
+    "RetryPolicy",
+    "download_headers",
+    "download_snapshot",
+    "is_metadata_file",
+    "parse_hub_reference",
+    "resolve",
+    "verify_unchanged",
+]
+
+DEFAULT_WORKERS = 4
+
+
+def download_snapshot(
+    reference: HubReference,
+    *,
+    cache_dir: Path | None = None,
+    progress: ProgressCallback | None = None,
+    wanted_metadata: Callable[[str], bool] = is_metadata_file,
+    retry: RetryPolicy | None = None,
+    workers: int = DEFAULT_WORKERS,
+) -> HubSnapshot:
+    """Download and verify the files that a plan needs, into the Hub's cache: config, index, its shards, metadata.
+
+    Finished files are kept and partial ones continue, within a call and across calls. With HF_HUB_OFFLINE only the
+    cache is used, and verified all the same. `wanted_metadata` says which small files come along; code, pickles,
+    images and other weights never do.
+
+    Raises UsageError (no such repository, no access), NetworkError (run again), SourceChangedError (a wrong byte or
+    size; the bad copy is removed), MissingFileError, IndexFileError, MalformedError, UnsupportedError, DiskFullError.
+    """
+    listing = resolve(reference, cache_dir=cache_dir, retry=retry)
+    cache = HubCache.of(reference, cache_dir)
+    client = None if listing.from_cache else HubClient.from_environment(retry or RetryPolicy())
+    fetch = _Fetch(listing, cache, client, progress, workers)
+    metadata = metadata_files(listing, wanted_metadata)
+    stamps = fetch.run(metadata)
+    folder = cache.snapshot(listing.commit)
+    weights = weight_files(listing, folder)
+    stamps += fetch.run(weights)
+    if not listing.from_cache:
+        cache.record_revision(reference, listing.commit)
+    return HubSnapshot(reference, listing.commit, folder, metadata + weights, stamps)
+
+
+def verify_unchanged(snapshot: HubSnapshot) -> None:
+    """Check that no verified file was touched since: size, modification time and inode. SourceChangedError names it."""
+    for stamp in snapshot.stamps:
+        verify_stamp(stamp, str(snapshot.reference))
+
+
+class _Fetch:
+    """Brings files of one listing into the cache; `client` None means that only the cache may be used."""
+
+    def __init__(
+        self,
+        listing: HubListing,
+        cache: HubCache,
+        client: HubClient | None,
+        progress: ProgressCallback | None,
+        workers: int,
+    ) -> None:
+        self._listing = listing
+        self._cache = cache
+        self._client = client
+        self._progress = progress
+        self._workers = workers
+
+    def run(self, files: tuple[HubFile, ...]) -> tuple[FileStamp, ...]:
+        """Every file in the snapshot, verified once in this call; stamps in the order of `files`."""
+        if self._client is not None:
+            self._cache.check_space(files)
+        # Files of equal content are one blob: two workers must not write it, and hashing it once is enough.
+        blobs = tuple({file.blob_name: file for file in files}.values())
+        meter = ProgressMeter(self._progress, blobs)
+        stop = self._client.stop if self._client is not None else None
+        stamps = run_batch(lambda file: self._bring(file, meter), blobs, self._workers, stop)
+        by_blob = dict(zip((file.blob_name for file in blobs), stamps, strict=True))
+        commit = self._listing.commit
+        return tuple(replace(by_blob[file.blob_name], path=self._cache.link(commit, file)) for file in files)
+
+    def _bring(self, file: HubFile, meter: ProgressMeter) -> FileStamp:
+        where = str(self._listing.reference)
+        blob = self._cache.blob(file)
+        if not blob.exists():
+            if self._client is None:
+                raise MissingFileError(f"{where}: the cache lost {file.path}", remedy="unset HF_HUB_OFFLINE")
+            with disk_errors(f"{where}: cannot store {file.path}"), self._cache.locked(file):
+                # Another process may have finished it while this one waited for the lock.
+                if not blob.exists():
+                    return self._download(self._client, file, meter)
+        return self._verify_or_remove(blob, file, meter)
+
+    def _download(self, client: HubClient, file: HubFile, meter: ProgressMeter) -> FileStamp:
+        partial, blob = self._cache.partial(file), self._cache.blob(file)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        target = Target(self._listing.reference, self._listing.commit, file.path)
+        client.fetch_file(target, partial, file.size_bytes, meter.ticker("download", file))
+        stamp = self._verify_or_remove(partial, file, meter)
+        partial.replace(blob)
+        return stamp
+
+    def _verify_or_remove(self, path: Path, file: HubFile, meter: ProgressMeter) -> FileStamp:
+        try:
+            return check_file(path, file, str(self._listing.reference), meter.ticker("verify", file))
+        except SourceChangedError:
+            # Left in place it would be taken for the right file, or continued, by the next run.
+            path.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,68 @@
+"""config.json as it came: model type, text table, quantization block; and its rewritten form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memopt.compressor.checkpoint.strict_json import parse_json_object, read_capped
+from memopt.errors import ConfigError
+
+CONFIG_NAME = "config.json"
+MAX_CONFIG_SIZE_BYTES = 16 * 2**20
+QUANTIZATION_KEY = "quantization_config"
+TEXT_KEY = "text_config"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A parsed config.json.
+
+    `raw`: every key as read, in order. `text`: the table with the text model's sizes, nested or the whole.
+    `text_path`: () or ("text_config",). `quantization`: the quantization block, wherever it stands, or None.
+    """
+
+    raw: dict[str, Any]
+    raw_bytes: bytes
+    model_type: str
+    text: dict[str, Any]
+    text_path: tuple[str, ...]
+    quantization: dict[str, Any] | None
+
+
+def parse_config(raw_bytes: bytes, file: str = CONFIG_NAME) -> ModelConfig:
+    """Parse config bytes; ConfigError naming the field that is missing or wrong."""
+    raw = parse_json_object(raw_bytes, file, ConfigError)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError("model_type is missing", file=file)
+    nested = raw.get(TEXT_KEY)
+    text_path = (TEXT_KEY,) if isinstance(nested, dict) else ()
+    text_table: dict[str, Any] = nested if isinstance(nested, dict) else raw
+    quantization = text_table.get(QUANTIZATION_KEY) or raw.get(QUANTIZATION_KEY)
+    if quantization is not None and not isinstance(quantization, dict):
+        raise ConfigError(f"{QUANTIZATION_KEY} must be a table", file=file)
+    return ModelConfig(raw, raw_bytes, model_type, text_table, text_path, quantization)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read and parse `folder`/config.json."""
+    return parse_config(read_capped(folder / CONFIG_NAME, MAX_CONFIG_SIZE_BYTES, ConfigError))
+
+
+def render_config(config: ModelConfig, quantization: dict[str, Any] | None) -> bytes:
+    """config.json with its quantization block replaced (None: removed), where that family's engines look for it.
+
+    Every other key keeps its place and value. A stale block anywhere else is removed.
+    """
+    raw = {key: value for key, value in config.raw.items() if key != QUANTIZATION_KEY}
+    for key in config.text_path:
+        raw[key] = {name: value for name, value in raw[key].items() if name != QUANTIZATION_KEY}
+    target = raw
+    for key in config.text_path:
+        target = target[key]
+    if quantization is not None:
+        target[QUANTIZATION_KEY] = quantization
+    return (json.dumps(raw, indent=2, ensure_ascii=False) + "\n").encode()

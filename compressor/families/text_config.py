@@ -1,0 +1,67 @@
+"""The sizes in config.json that fix a text model's tensors."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic.types import NonNegativeInt
+
+from memopt.compressor.checkpoint.model_config import CONFIG_NAME, ModelConfig
+from memopt.errors import ConfigError
+
+MAX_LAYERS = 4096
+MAX_EXPERTS = 65536
+
+
+class TextConfig(BaseModel):
+    """Sizes of the text model, in elements, heads, layers or experts. Fields that a family lacks stay None."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    first_k_dense_replace: NonNegativeInt
+    n_routed_experts: PositiveInt
+    n_shared_experts: NonNegativeInt = 0
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    num_nextn_predict_layers: NonNegativeInt = 0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    head_dim: PositiveInt | None = None
+    use_qk_norm: bool = False
+    q_lora_rank: PositiveInt | None = None
+    kv_lora_rank: PositiveInt | None = None
+    qk_nope_head_dim: PositiveInt | None = None
+    qk_rope_head_dim: PositiveInt | None = None
+    v_head_dim: PositiveInt | None = None
+    index_n_heads: PositiveInt | None = None
+    index_head_dim: PositiveInt | None = None
+    index_topk_freq: PositiveInt | None = None
+    index_skip_topk_offset: NonNegativeInt | None = None
+    indexer_types: tuple[str, ...] | None = None
+
+    def require(self, *fields: str) -> None:
+        """Raise ConfigError unless every one of `fields` has a value."""
+        for field in fields:
+            if getattr(self, field) is None:
+                raise ConfigError(f"{field} is missing", file=CONFIG_NAME, remedy="complete config.json")
+
+
+def parse_text_config(config: ModelConfig) -> TextConfig:
+    """The text sizes of `config`; ConfigError naming the first field that is missing, wrong or absurd."""
+    try:
+        text = TextConfig.model_validate(config.text)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{field}: {first['msg'].lower()}", file=CONFIG_NAME, remedy="complete config.json") from None
+    if text.num_hidden_layers > MAX_LAYERS or text.n_routed_experts > MAX_EXPERTS:
+        raise ConfigError(
+            f"{text.num_hidden_layers} layers of {text.n_routed_experts} experts: "
+            f"at most {MAX_LAYERS} and {MAX_EXPERTS} are read",
+            file=CONFIG_NAME,
+        )
+    return text

@@ -1,0 +1,129 @@
+"""The ledger: one line a logical tensor, the plan balanced against what was read and written.
+
+Every line has a width that the plan fixes (digests and error figures are fixed-width), so that the plan knows the
+ledger's size to the byte.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from memopt.compressor.checkpoint.header import TensorHeader
+from memopt.compressor.tensor_plan import Fate, TensorPlan
+
+LEDGER_NAME = "ledger.jsonl"
+UNKNOWN_DIGEST = "0" * 64
+# Below this a figure is written as zero, so that its exponent has two digits.
+SMALLEST_FIGURE = 1e-98
+LARGEST_FIGURE = 9.9e98
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFigures:
+    """How far INT4 weights are from the source's.
+
+    `sq_error` and `energy`: sums of squares of w - scale * q, and of w. `max_error`: largest |w - scale * q|.
+    """
+
+    sq_error: float = 0.0
+    energy: float = 0.0
+    max_error: float = 0.0
+    num_clipped: int = 0
+    num_weights: int = 0
+
+    @property
+    def relative_mse(self) -> float:
+        return self.sq_error / self.energy if self.energy else 0.0
+
+    @property
+    def clipped_share(self) -> float:
+        return self.num_clipped / self.num_weights if self.num_weights else 0.0
+
+    def __add__(self, other: ErrorFigures) -> ErrorFigures:
+        return ErrorFigures(
+            self.sq_error + other.sq_error,
+            self.energy + other.energy,
+            max(self.max_error, other.max_error),
+            self.num_clipped + other.num_clipped,
+            self.num_weights + other.num_weights,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    """What one tensor's work gave: digests by stored name of every part read and written, and error figures."""
+
+    source_sha256: dict[str, str]
+    output_sha256: dict[str, str]
+    errors: ErrorFigures | None = None
+
+
+def figure(value: float) -> float:
+    """`value` kept within the range whose text has a fixed width."""
+    return 0.0 if abs(value) < SMALLEST_FIGURE else min(value, LARGEST_FIGURE)
+
+
+def fixed_width(value: float) -> str:
+    """A non-negative JSON number of 12 characters, six decimals: 1.234567e-03."""
+    return f"{figure(value):.6e}"
+
+
+def ledger_line(row: dict[str, Any]) -> bytes:
+    """One JSON line of the ledger, keys in order, error figures last and of fixed width."""
+    errors = row.get("error")
+    if errors is None:
+        return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    head = json.dumps({key: value for key, value in row.items() if key != "error"}, ensure_ascii=False)
+    figures = ", ".join(f"{json.dumps(name)}: {fixed_width(value)}" for name, value in errors.items())
+    return f'{head[:-1]}, "error": {{{figures}}}}}\n'.encode()
+
+
+def ledger_row(
+    plan: TensorPlan, file_name: str, placed: dict[str, TensorHeader], result: TensorResult | None
+) -> dict[str, Any]:
+    """The row of one tensor; without a `result` its digests and figures are zeros of the same width."""
+    digests = result or TensorResult({}, {})
+    row: dict[str, Any] = {
+        "tensor": plan.source.spec.name,
+        "role": str(plan.source.spec.role),
+        "layer": plan.source.spec.layer,
+        "mtp": plan.source.spec.is_mtp,
+        "fate": str(plan.fate),
+        "source_format": plan.source.description,
+        "format": plan.output_format,
+        "sources": [
+            {
+                "name": part.name,
+                "file": part.file,
+                "dtype": part.dtype,
+                "shape": list(part.shape),
+                "offset": part.start,
+                "size_bytes": part.size_bytes,
+                "sha256": digests.source_sha256.get(part.name, UNKNOWN_DIGEST),
+            }
+            for part in plan.source.parts
+        ],
+        "outputs": [
+            {
+                "name": output.name,
+                "file": file_name,
+                "dtype": output.dtype,
+                "shape": list(output.shape),
+                "data_offsets": [placed[output.name].start, placed[output.name].end],
+                "sha256": digests.output_sha256.get(output.name, UNKNOWN_DIGEST),
+            }
+            for output in plan.outputs
+        ],
+    }
+    if plan.fate is Fate.QUANTIZED:
+        errors = digests.errors or ErrorFigures()
+        row["error"] = {
+            "relative_mse": errors.relative_mse,
+            "max_error": errors.max_error,
+            "clipped_share": errors.clipped_share,
+        }
+    if plan.reason:
+        row["reason"] = plan.reason
+    return row

@@ -1,0 +1,195 @@
+"""Recipes: which role gets which format. YAML from outside, checked by pydantic, unknown keys refused."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+
+from memopt.compressor.checkpoint.open_file import open_regular, read_exactly
+from memopt.compressor.families.registry import FAMILIES
+from memopt.compressor.families.roles import Role, TensorSpec
+from memopt.errors import RecipeError
+from memopt.kernels.int4_spec import ErrorNorm, ScaleSearch
+
+MAX_RECIPE_SIZE_BYTES = 2**20
+MAX_PATTERN_LENGTH = 500
+DEFAULT_RECIPES = {
+    "glm_moe_dsa": "glm-5.2-int4",
+    "glm4_moe": "glm-4.7-int4",
+    "kimi_k2": "kimi-k2-int4",
+    "deepseek_v3": "kimi-k2-int4",
+    "kimi_k25": "kimi-k2.6",
+}
+
+Engine = Literal["vllm", "sglang", "transformers"]
+GroupSize = Literal[32, 64, 128, "channel"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Int4Format(_Strict):
+    """Symmetric INT4 in compressed-tensors pack-quantized form. `group_size`: weights a scale; `norm`: error exponent."""
+
+    type: Literal["int4"]
+    method: Literal["rtn"] = "rtn"
+    group_size: GroupSize = 32
+    scale: ScaleSearch = "mse-signed"
+    norm: ErrorNorm = "2"
+
+    @field_validator("norm", mode="before")
+    @classmethod
+    def _norm_as_text(cls, value: Any) -> Any:
+        return {2: "2", 2.0: "2", 2.4: "2.4"}.get(value, value) if isinstance(value, int | float) else value
+
+    @property
+    def weights_per_scale(self) -> int | None:
+        """The group size in weights, or None for one scale a row."""
+        return None if self.group_size == "channel" else int(self.group_size)
+
+
+class Bf16Format(_Strict):
+    """BF16: FP8 is dequantized, BF16 and F32 are copied."""
+
+    type: Literal["bf16"]
+
+
+class KeepFormat(_Strict):
+    """Whatever the source has, byte for byte."""
+
+    type: Literal["keep"]
+
+
+TargetFormat = Annotated[Int4Format | Bf16Format | KeepFormat, Field(discriminator="type")]
+
+
+class Rule(_Strict):
+    """The tensors of `roles` whose logical names fully match one of `names` (all, if empty) get `format`."""
+
+    roles: tuple[Role, ...] = ()
+    names: tuple[str, ...] = ()
+    format: TargetFormat
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _bare_type(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @field_validator("names")
+    @classmethod
+    def _patterns_compile(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if len(name) > MAX_PATTERN_LENGTH:
+                raise ValueError(f"a pattern of {len(name)} characters, at most {MAX_PATTERN_LENGTH} are read")
+            try:
+                re.compile(name)
+            except re.error as problem:
+                raise ValueError(f"{name!r} is not a regular expression: {problem}") from None
+        return names
+
+    @model_validator(mode="after")
+    def _selects_something(self) -> Rule:
+        if not self.roles and not self.names:
+            raise ValueError("a rule needs roles or names")
+        return self
+
+    def matches(self, spec: TensorSpec) -> bool:
+        if self.roles and spec.role not in self.roles:
+            return False
+        return not self.names or any(re.fullmatch(name, spec.name) for name in self.names)
+
+    def describe(self) -> str:
+        parts = [f"roles {', '.join(self.roles)}"] if self.roles else []
+        return " and ".join([*parts, f"names {', '.join(self.names)}"] if self.names else parts)
+
+
+class Recipe(_Strict):
+    """Which role gets which format: the first rule that matches, else `default`.
+
+    `engines`: the engines whose lint must pass. `tensor_parallel`: the degree that the release must divide by.
+    """
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    description: str
+    families: tuple[str, ...] = Field(min_length=1)
+    rules: tuple[Rule, ...] = ()
+    default: TargetFormat
+    engines: tuple[Engine, ...] = ()
+    tensor_parallel: PositiveInt = 1
+
+    @field_validator("default", mode="before")
+    @classmethod
+    def _bare_default(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
+
+    @field_validator("families")
+    @classmethod
+    def _known_families(cls, families: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = sorted(set(families) - set(FAMILIES))
+        if unknown:
+            raise ValueError(f"unknown family {', '.join(unknown)}; known: {', '.join(sorted(FAMILIES))}")
+        return families
+
+    def format_of(self, spec: TensorSpec) -> Int4Format | Bf16Format | KeepFormat:
+        """The format that the first matching rule gives `spec`."""
+        for rule in self.rules:
+            if rule.matches(spec):
+                return rule.format
+        return self.default
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if not isinstance(key, str) or keys.count(key) > 1:
+                raise yaml.YAMLError(f"key {key!r} is not a string or appears twice")
+        return super().construct_mapping(node, deep)
+
+
+def parse_recipe(raw: bytes, file: str) -> Recipe:
+    """Parse recipe YAML; RecipeError naming the field that is wrong."""
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw.decode("utf-8"))):
+            # The way to make a small file expand without bound.
+            raise RecipeError("YAML aliases are not read", file=file, remedy="write the rules out")
+        table = yaml.load(raw.decode("utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+        return Recipe.model_validate(table)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "recipe"
+        raise RecipeError(f"{field}: {first['msg']}", file=file, remedy="see docs/recipes.md") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as problem:
+        reason = " ".join(str(problem).split()) or type(problem).__name__
+        raise RecipeError(f"is not a recipe: {reason}", file=file) from None
+
+
+def shipped_recipe_names() -> tuple[str, ...]:
+    """Names of the recipes in the package."""
+    entries = resources.files("memopt.recipes").iterdir()
+    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")))
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """A shipped recipe by name, or a YAML file by path; RecipeError listing the shipped ones if there is neither."""
+    if name_or_path in shipped_recipe_names():
+        file = f"{name_or_path}.yaml"
+        return parse_recipe(resources.files("memopt.recipes").joinpath(file).read_bytes(), file)
+    path = Path(name_or_path)
+    if not path.exists():
+        raise RecipeError(
+            f"there is no recipe {name_or_path!r}",
+            remedy=f"shipped: {', '.join(shipped_recipe_names())}; or name a YAML file",
+        )
+    with open_regular(path) as (descriptor, status):
+        if status.st_size > MAX_RECIPE_SIZE_BYTES:
+            raise RecipeError(f"{status.st_size:,} bytes, at most {MAX_RECIPE_SIZE_BYTES:,} are read", file=path.name)
+        return parse_recipe(read_exactly(descriptor, MAX_RECIPE_SIZE_BYTES, 0), path.name)
