@@ -133,9 +133,7 @@ def _config_matches_tensors(subject: LintSubject) -> Iterator[EngineNote]:
         module = plan.source.spec.module
         is_quantized = plan.is_int4 or plan.is_float8
         if is_quantized == _is_ignored(plan.source.spec, ignore):
-            message = (
-                "is quantized but `ignore` names it" if is_quantized else "is not quantized and `ignore` lacks it"
-            )
+            message = "is quantized but `ignore` names it" if is_quantized else "is not quantized and `ignore` lacks it"
             is_harmless = not subject.is_config_rewritten and not is_quantized
             engines = () if is_harmless else ALL_ENGINES
             yield from subject.finding(engines, "ignore-list", message, module)
@@ -163,9 +161,7 @@ def _config_rules(subject: LintSubject) -> Iterator[EngineNote]:
     if quantization.get("format") == MIXED_PRECISION:
         message = "config groups are read with one global format: an FP8 group beside INT4 is not honoured"
         yield from subject.finding(("sglang",), "mixed-format", message)
-        yield EngineNote(
-            "transformers", "note", "mixed-format", "load with CompressedTensorsConfig(dequantize=True)"
-        )
+        yield EngineNote("transformers", "note", "mixed-format", "load with CompressedTensorsConfig(dequantize=True)")
 
 
 def _scale_sign(subject: LintSubject) -> Iterator[EngineNote]:

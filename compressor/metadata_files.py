@@ -53,7 +53,7 @@ class MetadataSelection:
 
 def is_metadata_file(name: str) -> bool:
     """Whether a source file of this name is copied byte for byte."""
-    if name == CONFIG_NAME or name == INDEX_NAME or name in RELEASE_FILE_NAMES or _RELEASE_FILE.fullmatch(name):
+    if name in {CONFIG_NAME, INDEX_NAME, *RELEASE_FILE_NAMES} or _RELEASE_FILE.fullmatch(name):
         return False
     return is_plain_file_name(name) and _WANTED.fullmatch(name) is not None
 
@@ -69,7 +69,7 @@ def read_metadata(path: Path) -> bytes:
 
 
 def select_metadata(folder: Path, *, allow_code: bool) -> MetadataSelection:
-    """Sort the small files of `folder` into copied and skipped; weights, config, index and release files are neither."""
+    """Sort the small files of `folder` into copied and skipped; weights, config, index, release files are neither."""
     copied: list[MetadataFile] = []
     skipped: list[SkippedFile] = []
     for path in sorted(folder.iterdir()):

@@ -30,7 +30,7 @@ from memopt.errors import UsageError
 class PlanOptions:
     """What a plan may vary besides its recipe.
 
-    `max_file_bytes`: about the largest weight file. `tensor_parallel`: the degree that must divide (None: the recipe's).
+    `max_file_bytes`: about the largest weight file. `tensor_parallel`: must divide (None: the recipe's).
     `allow_code`: copy `.py` files. `release_name`: written into release.json (None: the recipe's name).
     """
 
@@ -153,14 +153,10 @@ def build_plan(checkpoint: Checkpoint, recipe: Recipe, options: PlanOptions | No
         tensors=tensors,
         units=units,
         quantization=quantization,
-        config_bytes=(
-            render_config(checkpoint.config, quantization) if is_rewritten else checkpoint.config.raw_bytes
-        ),
+        config_bytes=(render_config(checkpoint.config, quantization) if is_rewritten else checkpoint.config.raw_bytes),
         index_bytes=render_index(weight_map, sum(unit.data_size_bytes for unit in units)),
         metadata=(
             MetadataSelection((), ()) if folder is None else select_metadata(folder, allow_code=options.allow_code)
         ),
         notes=notes,
     )
-
-

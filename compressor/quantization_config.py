@@ -46,7 +46,7 @@ def pattern_matches(pattern: str, module: str) -> bool:
 
 
 def module_patterns(chosen: Iterable[TensorSpec], others: Iterable[TensorSpec]) -> tuple[str, ...]:
-    """Patterns that match every module of `chosen` and none of `others`: a role's pattern where it is safe, else names."""
+    """Patterns that match every module of `chosen`, none of `others`: a role's pattern where safe, else names."""
     other_modules = [spec.module for spec in others]
     modules_of_role: dict[Role, list[str]] = {}
     for spec in chosen:

@@ -35,7 +35,7 @@ class _Strict(BaseModel):
 
 
 class Int4Format(_Strict):
-    """Symmetric INT4 in compressed-tensors pack-quantized form. `group_size`: weights a scale; `norm`: error exponent."""
+    """Symmetric INT4, compressed-tensors pack-quantized. `group_size`: weights a scale; `norm`: error exponent."""
 
     type: Literal["int4"]
     method: Literal["rtn"] = "rtn"
@@ -46,7 +46,7 @@ class Int4Format(_Strict):
     @field_validator("norm", mode="before")
     @classmethod
     def _norm_as_text(cls, value: Any) -> Any:
-        return {2: "2", 2.0: "2", 2.4: "2.4"}.get(value, value) if isinstance(value, int | float) else value
+        return {2: "2", 2.4: "2.4"}.get(value, value) if isinstance(value, int | float) else value
 
     @property
     def weights_per_scale(self) -> int | None:
@@ -161,7 +161,7 @@ def parse_recipe(raw: bytes, file: str) -> Recipe:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw.decode("utf-8"))):
             # The way to make a small file expand without bound.
             raise RecipeError("YAML aliases are not read", file=file, remedy="write the rules out")
-        table = yaml.load(raw.decode("utf-8"), Loader=_UniqueKeyLoader)  # noqa: S506 (a SafeLoader)
+        table = yaml.load(raw.decode("utf-8"), Loader=_UniqueKeyLoader)
         return Recipe.model_validate(table)
     except ValidationError as problem:
         first = problem.errors()[0]

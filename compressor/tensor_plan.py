@@ -52,7 +52,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One logical tensor: source, fate, and outputs. `int4` is set when it is quantized; `reason` when it is dropped."""
+    """One logical tensor: source, fate, outputs; `int4` when it is quantized, `reason` when it is dropped."""
 
     source: SourceTensor
     fate: Fate
@@ -71,9 +71,7 @@ class TensorPlan:
 
     @property
     def is_int4(self) -> bool:
-        return self.int4 is not None or (
-            self.fate is Fate.COPIED and self.source.format is SourceFormat.INT4_PACKED
-        )
+        return self.int4 is not None or (self.fate is Fate.COPIED and self.source.format is SourceFormat.INT4_PACKED)
 
     @property
     def int4_weights_per_scale(self) -> int | None:

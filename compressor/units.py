@@ -59,18 +59,21 @@ def _layers(plans: Iterable[TensorPlan]) -> Iterator[list[TensorPlan]]:
 
 
 def _split(run: list[TensorPlan], max_file_bytes: int) -> Iterator[list[TensorPlan]]:
-    """Cut one layer into the fewest near-equal pieces of at most `max_file_bytes`; a tensor is never cut."""
+    """Cut one layer into the fewest near-equal pieces of about `max_file_bytes`; a tensor is never cut."""
     total = sum(output_size_bytes(plan) for plan in run)
-    target = total / max(1, -(-total // max_file_bytes))
+    num_pieces = -(-total // max_file_bytes)
     piece: list[TensorPlan] = []
-    size = 0
+    number = done = 0
     for plan in run:
-        plan_size = output_size_bytes(plan)
-        if piece and (size + plan_size > max_file_bytes or size + plan_size / 2 > target):
+        size = output_size_bytes(plan)
+        # The piece that the tensor's middle falls into, were the layer cut into equal parts.
+        home = min(num_pieces - 1, (2 * done + size) * num_pieces // (2 * total))
+        if piece and home != number:
             yield piece
-            piece, size = [], 0
+            piece = []
+        number = home
         piece.append(plan)
-        size += plan_size
+        done += size
     if piece:
         yield piece
 

@@ -1,3 +1,70 @@
-"""memopt: FP8 GLM and Kimi checkpoints become INT4 releases that a serving fleet can trust."""
+"""memopt: FP8 GLM and Kimi checkpoints become INT4 releases that a serving fleet can trust.
 
-__version__ = "0.1.0"
+    >>> import memopt
+    >>> memopt.inspect("GLM-5.2-FP8").family
+    >>> memopt.plan("GLM-5.2-FP8", "glm-5.2-int4").weights_size_bytes
+    >>> memopt.compress("GLM-5.2-FP8", "GLM-5.2-INT4", recipe="glm-5.2-int4")
+
+Names are loaded on first use, so that `import memopt` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from memopt.errors import ExitCode, MemoptError
+from memopt.version import __version__
+
+if TYPE_CHECKING:
+    from memopt.compressor.api import compress, dequantize, inspect, plan, plan_config
+    from memopt.compressor.inspection import Inspection
+    from memopt.compressor.pipeline import RunResult
+    from memopt.compressor.plan import Plan, PlanOptions
+    from memopt.compressor.progress import Progress
+    from memopt.compressor.recipe import Recipe, load_recipe
+
+
+_HOMES = {
+    "compress": "memopt.compressor.api",
+    "dequantize": "memopt.compressor.api",
+    "inspect": "memopt.compressor.api",
+    "plan": "memopt.compressor.api",
+    "plan_config": "memopt.compressor.api",
+    "Inspection": "memopt.compressor.inspection",
+    "RunResult": "memopt.compressor.pipeline",
+    "Plan": "memopt.compressor.plan",
+    "PlanOptions": "memopt.compressor.plan",
+    "Progress": "memopt.compressor.progress",
+    "Recipe": "memopt.compressor.recipe",
+    "load_recipe": "memopt.compressor.recipe",
+}
+
+__all__ = [
+    "ExitCode",
+    "Inspection",
+    "MemoptError",
+    "Plan",
+    "PlanOptions",
+    "Progress",
+    "Recipe",
+    "RunResult",
+    "__version__",
+    "compress",
+    "dequantize",
+    "inspect",
+    "load_recipe",
+    "plan",
+    "plan_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'memopt' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,6 +19,8 @@ class ExitCode(IntEnum):
     IO = 7
     MALFORMED = 8
     UNSUPPORTED = 9
+    # The shell's convention for Ctrl-C (128 + SIGINT); SIGTERM gives 143.
+    INTERRUPTED = 130
 
 
 class MemoptError(Exception):
@@ -30,9 +32,7 @@ class MemoptError(Exception):
     code: ClassVar[str] = "MEMOPT_INTERNAL"
     exit_code: ClassVar[ExitCode] = ExitCode.INTERNAL
 
-    def __init__(
-        self, message: str, *, remedy: str = "", tensor: str | None = None, file: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, remedy: str = "", tensor: str | None = None, file: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
@@ -149,6 +149,7 @@ class InterruptedRunError(MemoptIOError):
     """The user stopped the run; the state on disk can be resumed."""
 
     code = "MEMOPT_INTERRUPTED"
+    exit_code = ExitCode.INTERRUPTED
 
 
 class MalformedError(MemoptError):

@@ -55,7 +55,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Request:
-    """One request of the log; `sent_bytes` counts the body."""
+    """One request of the log; `sent_bytes` counts the body as the server meant to send it."""
 
     path: str
     range: str | None
@@ -71,6 +71,10 @@ class Request:
 
 def is_lfs(name: str) -> bool:
     return name.endswith(".safetensors") or name == "tokenizer.json"
+
+
+def git_blob_id(raw: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest()
 
 
 def commit_of(folder: Path) -> str:
@@ -215,13 +219,12 @@ class _Handler(BaseHTTPRequestHandler):
         siblings: list[dict[str, Any]] = []
         for path in sorted(self.hub.folder(repo_id, commit).iterdir()):
             raw = path.read_bytes()
-            blob = hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest()
             size = self.hub.faults.claimed_size.get(path.name, len(raw))
-            entry: dict[str, Any] = {"rfilename": path.name, "size": size, "blobId": blob}
+            entry: dict[str, Any] = {"rfilename": path.name, "size": size, "blobId": git_blob_id(raw)}
             if is_lfs(path.name):
                 sha256 = hashlib.sha256(raw).hexdigest()
                 pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(raw)}\n".encode()
-                entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(pointer) + pointer).hexdigest()
+                entry["blobId"] = git_blob_id(pointer)
                 entry["lfs"] = {"sha256": sha256, "size": size, "pointerSize": len(pointer)}
             siblings.append(entry)
         siblings += self.hub.faults.extra_listed
@@ -238,13 +241,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("X-Linked-Size", str(path.stat().st_size))
             self.send_header("X-Linked-Etag", f'"{hashlib.sha256(path.read_bytes()).hexdigest()}"')
             self.send_header("Content-Length", "0")
-            self.end_headers()
             self._record(302, 0)
+            self.end_headers()
         else:
             self._send_file(repo_id, commit, file)
 
     def _send_file(self, repo_id: str, commit: str, file: str) -> None:
         data = bytearray((self.hub.folder(repo_id, commit) / file).read_bytes())
+        etag = hashlib.sha256(data).hexdigest() if is_lfs(file) else git_blob_id(bytes(data))
         if file in self.hub.faults.flip_byte:
             data[self.hub.faults.flip_byte[file]] ^= 1
         asked = _RANGE.fullmatch(self.headers.get("range", ""))
@@ -258,21 +262,22 @@ class _Handler(BaseHTTPRequestHandler):
         status = 206 if asked else 200
         self.send_response(status)
         self.send_header("X-Repo-Commit", commit)
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("ETag", f'"{etag}"')
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(end - first))
         if asked:
             self.send_header("Content-Range", f"bytes {first}-{end - 1}/{len(data)}")
         self.end_headers()
         cut_at = self.hub.cut_at(file, first, end) if self.command == "GET" else None
-        sent = self._send_body(bytes(data[first : end if cut_at is None else cut_at]))
+        self._send_body(status, bytes(data[first : end if cut_at is None else cut_at]))
         if cut_at is not None:
             self.close_connection = True
-        self._record(status, sent)
 
-    def _send_body(self, data: bytes) -> int:
+    def _send_body(self, status: int, data: bytes) -> None:
         if self.command == "HEAD":
-            return 0
+            data = b""
+        # Before the bytes: a test may read the log as soon as it has them.
+        self._record(status, len(data))
         for start in range(0, len(data), _CHUNK_BYTES):
             time.sleep(self.hub.faults.seconds_per_chunk)
             try:
@@ -280,8 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
             except OSError:
                 # The client went away, as it may.
                 self.close_connection = True
-                return start
-        return len(data)
+                return
 
     def _send_json(self, value: dict[str, Any]) -> None:
         raw = json.dumps(value).encode()
@@ -289,15 +293,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
-        self._record(200, self._send_body(raw))
+        self._send_body(200, raw)
 
     def _refuse(self, status: int, code: str) -> None:
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")
-        self.end_headers()
         self._record(status, 0)
+        self.end_headers()
 
     def _record(self, status: int, sent: int) -> None:
         token = self.headers.get("authorization") is not None

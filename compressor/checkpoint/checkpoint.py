@@ -29,16 +29,25 @@ class StoredTensor:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One weight file: its size in bytes and the sha256 of its header."""
+
+    name: str
+    size_bytes: int
+    header_sha256: str
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Headers and config of a checkpoint. `folder` is None when it was made from a config alone.
 
-    `files`: file name -> size in bytes. `tensors`: tensor name -> where it lies.
+    `files`: by name. `tensors`: tensor name -> where it lies.
     """
 
     folder: Path | None
     config: ModelConfig
-    files: dict[str, int]
+    files: dict[str, WeightFile]
     tensors: dict[str, StoredTensor]
 
     @property
@@ -62,9 +71,7 @@ def _index_of(folder: Path) -> SafetensorsIndex | None:
     return read_index(folder)
 
 
-def _disagreements(
-    index: SafetensorsIndex, tensors: dict[str, StoredTensor], unread: set[str]
-) -> list[MemoptError]:
+def _disagreements(index: SafetensorsIndex, tensors: dict[str, StoredTensor], unread: set[str]) -> list[MemoptError]:
     problems: list[MemoptError] = []
     for name, file in index.weight_map.items():
         found = tensors.get(name)
@@ -78,9 +85,7 @@ def _disagreements(
             problems.append(IndexFileError(f"the index says {file}, it lies in {found.file}", tensor=name))
     for name, tensor in tensors.items():
         if name not in index.weight_map:
-            problems.append(
-                IndexFileError("is in the file but not in the index", tensor=name, file=tensor.file)
-            )
+            problems.append(IndexFileError("is in the file but not in the index", tensor=name, file=tensor.file))
     return problems
 
 
@@ -108,9 +113,7 @@ def scan_checkpoint(folder: Path) -> CheckpointScan:
     for file, header in headers.items():
         for t in header.tensors:
             if t.name in tensors:
-                problems.append(
-                    LayoutError(f"is also in {tensors[t.name].file}", tensor=t.name, file=file)
-                )
+                problems.append(LayoutError(f"is also in {tensors[t.name].file}", tensor=t.name, file=file))
             tensors[t.name] = StoredTensor(t.name, file, t.dtype, t.shape, header.data_start + t.start, t.size_bytes)
     if index is not None:
         problems += _disagreements(index, tensors, set(names) - set(headers))
@@ -123,7 +126,7 @@ def scan_checkpoint(folder: Path) -> CheckpointScan:
                     remedy="remove it, or add its tensors to the index",
                 )
             )
-    files = {name: header.file_size_bytes for name, header in headers.items()}
+    files = {name: WeightFile(name, header.file_size_bytes, header.sha256) for name, header in headers.items()}
     return CheckpointScan(Checkpoint(folder, config, files, tensors), tuple(problems))
 
 

@@ -6,6 +6,7 @@ Stricter than the reference: no holes, no trailing bytes, no unknown keys, no du
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,12 +52,16 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """A parsed header: tensors by rising offset; the data section starts at byte `data_start`."""
+    """A parsed header: tensors by rising offset; the data section starts at byte `data_start`.
+
+    `sha256`: of the length prefix and the JSON text, as read.
+    """
 
     tensors: tuple[TensorHeader, ...]
     metadata: dict[str, str]
     data_start: int
     file_size_bytes: int
+    sha256: str
 
 
 def header_length(prefix: bytes, file_size_bytes: int, file: str) -> int:
@@ -144,7 +149,8 @@ def parse_header(raw: bytes, file_size_bytes: int, file: str) -> FileHeader:
             file=file,
             remedy="fetch the file again",
         )
-    return FileHeader(tuple(tensors), metadata, data_start, file_size_bytes)
+    digest = hashlib.sha256(len(raw).to_bytes(LENGTH_SIZE_BYTES, "little") + raw).hexdigest()
+    return FileHeader(tuple(tensors), metadata, data_start, file_size_bytes, digest)
 
 
 def read_header(path: Path) -> FileHeader:

@@ -210,8 +210,12 @@ class HubClient:
                 check_answer(target, response, "authorization" in self.headers)
                 yield response
         except _transport_errors(session) as error:
-            # Its own text may hold a signed URL, so only the kind of error is told.
-            raise TransientError(f"the connection failed or broke off ({type(error).__name__})") from error
+            kind = type(error).__name__
+            if kind == "ConnectError":
+                # Name resolution, refusal, certificates: the system's own words help most.
+                raise TransientError(f"cannot connect: {error}") from error
+            # The text of others may hold a signed URL or a header, so only the kind is told.
+            raise TransientError(f"the connection failed or broke off ({kind})") from error
 
 
 def _size_of(path: Path) -> int:

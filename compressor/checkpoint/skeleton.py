@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor
+from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.dtypes import tensor_size_bytes
 from memopt.compressor.checkpoint.model_config import ModelConfig
 from memopt.compressor.checkpoint.source_tensor import PACKED, SCALE, SCALE_INV, SHAPE, WEIGHT, SourceFormat, ceil_div
@@ -77,4 +77,4 @@ def skeleton_checkpoint(config: ModelConfig) -> Checkpoint:
             size_bytes = tensor_size_bytes(dtype, shape)
             tensors[name] = StoredTensor(name, SKELETON_FILE, dtype, shape, position, size_bytes)
             position += size_bytes
-    return Checkpoint(None, config, {SKELETON_FILE: position}, tensors)
+    return Checkpoint(None, config, {SKELETON_FILE: WeightFile(SKELETON_FILE, position, "")}, tensors)

@@ -92,7 +92,9 @@ def ceil_div(size: int, piece: int) -> int:
 def _check_scale_dtype(scale: StoredTensor, allowed: set[str]) -> None:
     if scale.dtype not in allowed:
         raise UnsupportedError(
-            f"scale dtype {scale.dtype} is not supported", tensor=scale.name, file=scale.file,
+            f"scale dtype {scale.dtype} is not supported",
+            tensor=scale.name,
+            file=scale.file,
             remedy=f"known: {', '.join(sorted(allowed))}",
         )
 
@@ -176,7 +178,9 @@ def _assemble(spec: TensorSpec, parts: dict[str, StoredTensor], block: tuple[int
         return _float8(spec, weight, scale, block)
     if weight.dtype.startswith("F8"):
         raise MissingTensorError(
-            f"{weight.dtype} weight without its scale", tensor=weight.name, file=weight.file,
+            f"{weight.dtype} weight without its scale",
+            tensor=weight.name,
+            file=weight.file,
             remedy="an FP8 weight is useless without weight_scale_inv or weight_scale; fetch the checkpoint again",
         )
     return SourceTensor(spec, SourceFormat.PLAIN, weight)
@@ -196,9 +200,7 @@ def scan_source(checkpoint: Checkpoint, family: Family, text: TextConfig) -> Sou
     problems: list[MemoptError] = []
     for name, tensor in checkpoint.tensors.items():
         if name.endswith(_UNSUPPORTED):
-            problems.append(
-                UnsupportedError("asymmetric, act-order and FP4 weights are not supported", tensor=name)
-            )
+            problems.append(UnsupportedError("asymmetric, act-order and FP4 weights are not supported", tensor=name))
             continue
         base = logical_name(name)
         suffix = name.removeprefix(base.removesuffix(WEIGHT)) if base.endswith(WEIGHT) else WEIGHT

@@ -46,7 +46,12 @@ def layer_norms(scope: LayerScope, c: TextConfig) -> Iterator[TensorSpec]:
 def mla_attention(scope: LayerScope, c: TextConfig) -> Iterator[TensorSpec]:
     """Multi-head latent attention; `q_lora_rank` None means one full q_proj."""
     c.require("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    kv_rank, nope, rope, v_dim = c.kv_lora_rank or 0, c.qk_nope_head_dim or 0, c.qk_rope_head_dim or 0, c.v_head_dim or 0
+    kv_rank, nope, rope, v_dim = (
+        c.kv_lora_rank or 0,
+        c.qk_nope_head_dim or 0,
+        c.qk_rope_head_dim or 0,
+        c.v_head_dim or 0,
+    )
     heads, hidden, qk_dim = c.num_attention_heads, c.hidden_size, nope + rope
     by_query_head = TpRule(TpAxis.ROWS, qk_dim)
     if c.q_lora_rank is None:
@@ -68,9 +73,7 @@ def indexer(scope: LayerScope, c: TextConfig) -> Iterator[TensorSpec]:
     heads, head_dim = c.index_n_heads or 0, c.index_head_dim or 0
     yield scope.linear("self_attn.indexer.wq_b", heads * head_dim, c.q_lora_rank or 0, Role.INDEXER)
     yield scope.linear("self_attn.indexer.wk", head_dim, c.hidden_size, Role.INDEXER)
-    yield scope.linear(
-        "self_attn.indexer.weights_proj", heads, c.hidden_size, Role.INDEXER_WEIGHTS, is_quantized=False
-    )
+    yield scope.linear("self_attn.indexer.weights_proj", heads, c.hidden_size, Role.INDEXER_WEIGHTS, is_quantized=False)
     yield scope.vector("self_attn.indexer.k_norm.weight", head_dim)
     yield scope.vector("self_attn.indexer.k_norm.bias", head_dim)
 
@@ -105,24 +108,20 @@ def moe(scope: LayerScope, c: TextConfig) -> Iterator[TensorSpec]:
     yield scope.linear("mlp.gate", c.n_routed_experts, c.hidden_size, Role.ROUTER, is_quantized=False)
     yield scope.vector("mlp.gate.e_score_correction_bias", c.n_routed_experts, Role.ROUTER_BIAS)
     for expert in range(c.n_routed_experts):
-        yield from gated_mlp(
-            scope, f"mlp.experts.{expert}", c.hidden_size, c.moe_intermediate_size, Role.ROUTED_EXPERT
-        )
+        yield from gated_mlp(scope, f"mlp.experts.{expert}", c.hidden_size, c.moe_intermediate_size, Role.ROUTED_EXPERT)
     if c.n_shared_experts:
         shared = c.moe_intermediate_size * c.n_shared_experts
         yield from gated_mlp(scope, "mlp.shared_experts", c.hidden_size, shared, Role.SHARED_EXPERT)
 
 
 def mtp_head(scope: LayerScope, c: TextConfig, *, has_own_embedding: bool) -> Iterator[TensorSpec]:
-    """What an MTP layer has besides a decoder layer; its own embedding and head are optional where a family has them."""
+    """What an MTP layer has besides a decoder layer; an embedding and head of its own are optional."""
     yield scope.vector("enorm.weight", c.hidden_size)
     yield scope.vector("hnorm.weight", c.hidden_size)
     yield scope.linear("eh_proj", c.hidden_size, 2 * c.hidden_size, Role.MTP_PROJECTION, is_quantized=False)
     yield scope.vector("shared_head.norm.weight", c.hidden_size)
     if has_own_embedding:
-        head = scope.linear(
-            "shared_head.head", c.vocab_size, c.hidden_size, Role.MTP_HEAD, BY_ROWS, is_quantized=False
-        )
+        head = scope.linear("shared_head.head", c.vocab_size, c.hidden_size, Role.MTP_HEAD, BY_ROWS, is_quantized=False)
         yield replace(head, is_required=False)
         yield replace(head, name=f"{scope.prefix}.embed_tokens.weight", is_linear=False, is_required=False)
 

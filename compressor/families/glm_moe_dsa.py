@@ -18,7 +18,7 @@ DEFAULT_SKIP_TOPK_OFFSET = 2
 
 
 def has_indexer(layer: int, c: TextConfig) -> bool:
-    """Whether `layer` owns indexer tensors: `indexer_types`, else every `index_topk_freq`-th layer; an MTP layer always.
+    """Whether `layer` owns an indexer: by `indexer_types`, else every `index_topk_freq`-th; an MTP layer always.
 
     Rule for the frequency: transformers models/glm_moe_dsa/configuration_glm_moe_dsa.py.
     """

@@ -7,7 +7,7 @@ import re
 from memopt.compressor.families.deepseek_v3 import KimiK2
 from memopt.compressor.families.roles import Role, TensorSpec
 
-# transformers conversion_mapping.py, "kimi_k25"; the tower's sizes are not in the text config, so shapes are taken as found.
+# transformers conversion_mapping.py, "kimi_k25". The text config says nothing of the tower: shapes are as found.
 _VISION = re.compile(r"(vision_tower|mm_projector)\.[A-Za-z0-9_.]+")
 
 

@@ -1,0 +1,126 @@
+"""The public functions: inspect, plan, compress, dequantize."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from memopt.compressor.checkpoint.checkpoint import raise_first
+from memopt.compressor.checkpoint.model_config import MAX_CONFIG_SIZE_BYTES, parse_config
+from memopt.compressor.checkpoint.skeleton import skeleton_checkpoint
+from memopt.compressor.checkpoint.strict_json import read_capped
+from memopt.compressor.inspection import Inspection, inspect_scan
+from memopt.compressor.pipeline import RunResult, run_plan
+from memopt.compressor.plan import Plan, PlanOptions, build_plan
+from memopt.compressor.progress import DownloadCallback, ProgressCallback
+from memopt.compressor.quantize.backend import Device, choose_backend
+from memopt.compressor.recipe import DEFAULT_RECIPES, Recipe, load_recipe
+from memopt.compressor.source import open_source, scanned_source
+from memopt.compressor.workspace import check_output_place
+from memopt.errors import ConfigError, RecipeError
+
+DEQUANTIZE_RECIPE = "dequantize"
+
+
+def inspect(source: str | Path) -> Inspection:
+    """What a checkpoint is, from its headers alone.
+
+    `source`: a folder, or a Hub repository as "org/name@revision". Problems of files and tensors are listed in the
+    result; raises UsageError if there is no such folder, UnsupportedError for an unknown family.
+    """
+    with scanned_source(source) as (scan, identity):
+        return inspect_scan(scan, identity)
+
+
+def _recipe(recipe: str | Path | Recipe | None, family: str) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe is None:
+        name = DEFAULT_RECIPES.get(family)
+        if name is None:
+            raise RecipeError(f"{family} has no default recipe", remedy="name one with recipe=")
+        return load_recipe(name)
+    return load_recipe(str(recipe))
+
+
+def plan(
+    source: str | Path,
+    recipe: str | Path | Recipe | None = None,
+    *,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Every tensor's fate and every output file's exact size, before any work.
+
+    `source`: a folder or Hub repository; headers alone are read. `recipe`: a shipped recipe's name, a YAML file, a
+    Recipe, or None for the family's default. Raises as `build_plan`.
+    """
+    with scanned_source(source) as (scan, _):
+        raise_first(scan.problems)
+        return build_plan(scan.checkpoint, _recipe(recipe, scan.checkpoint.config.model_type), options)
+
+
+def plan_config(
+    config: str | Path, recipe: str | Path | Recipe | None = None, *, options: PlanOptions | None = None
+) -> Plan:
+    """The plan for the checkpoint that a config.json describes, without having it: names and shapes as published."""
+    parsed = parse_config(read_capped(Path(config), MAX_CONFIG_SIZE_BYTES, ConfigError), Path(config).name)
+    return build_plan(skeleton_checkpoint(parsed), _recipe(recipe, parsed.model_type), options)
+
+
+def compress(
+    source: str | Path,
+    out: str | Path,
+    *,
+    recipe: str | Path | Recipe | None = None,
+    options: PlanOptions | None = None,
+    workers: int | None = None,
+    device: Device = "auto",
+    progress: ProgressCallback | None = None,
+    download: DownloadCallback | None = None,
+) -> RunResult:
+    """Turn an FP8 (or BF16) checkpoint into a release in folder `out`; resumes an interrupted run of the same call.
+
+    `workers`: threads, one unit each (None: one a core). `progress` gets a Progress, sizes in source bytes.
+    The bytes written depend on source, recipe and options alone. Raises subclasses of MemoptError.
+    """
+    if not str(source).startswith("hf://") and Path(source).exists():
+        check_output_place(Path(source), Path(out))
+    opened = open_source(source, download=download)
+    built = build_plan(opened.checkpoint, _recipe(recipe, opened.checkpoint.config.model_type), options)
+    result = run_plan(
+        built,
+        Path(out),
+        backend=choose_backend(device),
+        identity=opened.identity,
+        workers=default_workers() if workers is None else workers,
+        progress=progress,
+        before_finish=opened.require_unchanged,
+    )
+    return result
+
+
+def dequantize(
+    release: str | Path,
+    out: str | Path,
+    *,
+    options: PlanOptions | None = None,
+    workers: int | None = None,
+    progress: ProgressCallback | None = None,
+    download: DownloadCallback | None = None,
+) -> RunResult:
+    """The way back: every INT4 and FP8 weight of a release or checkpoint becomes BF16, in folder `out`."""
+    return compress(
+        release,
+        out,
+        recipe=DEQUANTIZE_RECIPE,
+        options=options,
+        workers=workers,
+        device="cpu",
+        progress=progress,
+        download=download,
+    )
+
+
+def default_workers() -> int:
+    """One worker for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

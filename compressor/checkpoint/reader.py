@@ -1,0 +1,93 @@
+"""Reading weights: positional reads from files opened once, and a check that no file changed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor
+from memopt.compressor.checkpoint.disk_errors import read_error
+from memopt.errors import LayoutError, SourceChangedError, TruncatedError
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """What tells that a file was touched: size in bytes and modification time in nanoseconds."""
+
+    size_bytes: int
+    modified_ns: int
+
+
+class SourceReader:
+    """Open files of a checkpoint. Reads are positional, so one reader serves every worker thread."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+        self.stamps: dict[str, FileStamp] = {}
+        try:
+            for name, file in checkpoint.files.items():
+                self._open(name, file.size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, name: str, size_bytes: int) -> None:
+        try:
+            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as problem:
+            raise read_error(problem, name) from None
+        self._descriptors[name] = descriptor
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise LayoutError("is not a regular file", file=name)
+        if status.st_size != size_bytes:
+            raise SourceChangedError(f"has {status.st_size:,} bytes now, {size_bytes:,} when it was planned", file=name)
+        self.stamps[name] = FileStamp(status.st_size, status.st_mtime_ns)
+
+    def read_into(self, tensor: StoredTensor, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `offset` of `tensor`; TruncatedError, MemoptIOError."""
+        descriptor = self._descriptors[tensor.file]
+        position = tensor.start + offset
+        while buffer:
+            try:
+                count = os.preadv(descriptor, [buffer], position)
+            except OSError as problem:
+                raise read_error(problem, tensor.file, tensor.name) from None
+            if count == 0:
+                raise TruncatedError(
+                    f"the file ends at byte {position:,}, inside the tensor", tensor=tensor.name, file=tensor.file
+                )
+            buffer = buffer[count:]
+            position += count
+
+    def read(self, tensor: StoredTensor) -> bytearray:
+        """A whole (small) tensor's bytes."""
+        data = bytearray(tensor.size_bytes)
+        self.read_into(tensor, 0, memoryview(data))
+        return data
+
+    def require_unchanged(self) -> None:
+        """SourceChangedError if a file was touched since it was opened."""
+        for name, stamp in self.stamps.items():
+            now = os.fstat(self._descriptors[name])
+            if FileStamp(now.st_size, now.st_mtime_ns) != stamp:
+                raise SourceChangedError(
+                    "was changed while it was read", file=name, remedy="compress from a checkpoint that stays still"
+                )
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> SourceReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,49 @@
+"""How long a plan takes and how much host memory, before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memopt.compressor.plan import Plan
+from memopt.compressor.tensor_plan import Fate, TensorPlan
+from memopt.compressor.tensor_work import CHUNK_BYTES
+
+# Source bytes a second and core, measured by `make bench` on a 2.6 GHz EPYC with AVX-512 (docs/benchmarks.md).
+ROUNDING_BYTES_PER_SECOND = {"absmax": 0.45e9, "mse": 0.11e9, "mse-signed": 0.09e9}
+STREAMING_BYTES_PER_SECOND = 0.8e9
+# The interpreter with numpy and numba, and what one worker holds besides a tensor's scales.
+BASE_MEMORY_BYTES = 300 * 2**20
+WORKER_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`seconds` of work with `workers` cores, disks willing; `host_memory_bytes` the expected peak."""
+
+    seconds: float
+    workers: int
+    host_memory_bytes: int
+
+
+def _seconds_on_one_core(tensor: TensorPlan) -> float:
+    size = tensor.source.size_bytes
+    if tensor.fate is Fate.QUANTIZED and tensor.int4 is not None:
+        weights = tensor.source.weight.shape[0] * tensor.source.weight.shape[1]
+        return weights / ROUNDING_BYTES_PER_SECOND[tensor.int4.scale]
+    return size / STREAMING_BYTES_PER_SECOND
+
+
+def _held_bytes(tensor: TensorPlan) -> int:
+    """What waits in memory while a tensor streams: its scales in and out."""
+    waiting = sum(output.size_bytes for output in tensor.outputs[1:])
+    return waiting + sum(part.size_bytes for part in tensor.source.parts[1:])
+
+
+def estimate(plan: Plan, workers: int) -> Estimate:
+    """Time and memory for `plan` on the CPU with `workers` threads."""
+    seconds = sum(_seconds_on_one_core(tensor) for tensor in plan.tensors)
+    held = max((_held_bytes(tensor) for tensor in plan.tensors), default=0)
+    # Plan, header tables and ledger grow with the number of tensors, not with their size.
+    tables = 6_000 * len(plan.tensors)
+    memory = BASE_MEMORY_BYTES + tables + workers * (WORKER_CHUNKS * CHUNK_BYTES + held)
+    return Estimate(seconds / max(workers, 1), workers, memory)

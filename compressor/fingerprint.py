@@ -1,0 +1,28 @@
+"""What makes two runs the same run: source headers, recipe, options and version, in one digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from memopt.compressor.plan import Plan
+from memopt.version import __version__
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    """SHA-256 (hex) over everything that the output's bytes follow from, but the weights themselves.
+
+    Weights are covered while they are read: a file that is touched is refused, and a resumed run compares the digests
+    of what finished units read (see workspace.py).
+    """
+    identity = {
+        "version": __version__,
+        "files": {name: [file.size_bytes, file.header_sha256] for name, file in sorted(plan.source.files.items())},
+        "config_sha256": hashlib.sha256(plan.source.config.raw_bytes).hexdigest(),
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "options": asdict(plan.options),
+        "small_files": [[file.name, file.size_bytes, file.sha256] for file in plan.small_files],
+        "units": [hashlib.sha256(unit.header).hexdigest() for unit in plan.units],
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,98 @@
+"""Where rounding runs: numba on the CPU, or torch on a CUDA device. Both give the same bytes."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.errors import UsageError
+from memopt.kernels import cpu
+from memopt.kernels.int4_spec import Int4Rows, Int4Spec
+
+Device = Literal["auto", "cpu", "cuda"]
+_NVIDIA_CONTROL = "/dev/nvidiactl"
+
+
+class QuantizeBackend(Protocol):
+    """Rounds a chunk of rows to INT4; shapes and errors as `memopt.kernels.cpu.quantize_int4`."""
+
+    name: str
+
+    def quantize(
+        self,
+        weight: npt.NDArray,
+        block_scale: npt.NDArray[np.float32] | None,
+        block: tuple[int, int] | None,
+        spec: Int4Spec,
+    ) -> Int4Rows[npt.NDArray]: ...
+
+
+class CpuBackend:
+    """The numba kernels; they release the GIL, so that workers run side by side."""
+
+    name = "cpu"
+
+    def quantize(
+        self,
+        weight: npt.NDArray,
+        block_scale: npt.NDArray[np.float32] | None,
+        block: tuple[int, int] | None,
+        spec: Int4Spec,
+    ) -> Int4Rows[npt.NDArray]:
+        return cpu.quantize_int4(weight, block_scale, block, spec)
+
+
+class TorchBackend:
+    """The torch kernels on one device ("cuda", or "cpu" in tests)."""
+
+    def __init__(self, device: str) -> None:
+        self.name = device
+
+    def quantize(
+        self,
+        weight: npt.NDArray,
+        block_scale: npt.NDArray[np.float32] | None,
+        block: tuple[int, int] | None,
+        spec: Int4Spec,
+    ) -> Int4Rows[npt.NDArray]:
+        import torch
+
+        from memopt.kernels import int4_device
+
+        # torch has no arithmetic on uint16: BF16 bits travel as bfloat16.
+        source = torch.from_numpy(weight if weight.dtype == np.uint8 else weight.view(np.int16))
+        if weight.dtype != np.uint8:
+            source = source.view(torch.bfloat16)
+        scale = None if block_scale is None else torch.from_numpy(block_scale).to(self.name)
+        rows = int4_device.quantize_int4(source.to(self.name), scale, block, spec)
+        return Int4Rows(
+            rows.packed.cpu().numpy(),
+            rows.scale_bits.cpu().numpy().view(np.uint16),
+            rows.sq_error.cpu().numpy(),
+            rows.energy.cpu().numpy(),
+            rows.max_error.cpu().numpy(),
+            rows.num_clipped.cpu().numpy(),
+        )
+
+
+def _has_cuda() -> bool:
+    # Without a driver there is nothing to ask torch, whose import costs seconds and 200 MiB.
+    if not os.path.exists(_NVIDIA_CONTROL):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def choose_backend(device: Device) -> QuantizeBackend:
+    """The backend for `device`; "auto" takes CUDA where it is there. UsageError if CUDA is asked for and absent."""
+    if device == "cpu":
+        return CpuBackend()
+    if _has_cuda():
+        return TorchBackend("cuda")
+    if device == "cuda":
+        raise UsageError("there is no CUDA device", remedy="use --device cpu")
+    return CpuBackend()

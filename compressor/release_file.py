@@ -1,0 +1,127 @@
+"""release.json: what a release is made of, from what, and how. No time, host or path is in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from memopt.compressor.fingerprint import plan_fingerprint
+from memopt.compressor.ledger import LEDGER_NAME, UNKNOWN_DIGEST, ErrorFigures, fixed_width
+from memopt.compressor.plan import Plan
+from memopt.compressor.tensor_plan import Fate
+from memopt.kernels.int4_spec import SCALE_GRID
+from memopt.kernels.layout import INT4_CODE_MAX, INT4_CODE_MIN, INT4_HALF_SPAN
+from memopt.version import __version__
+
+RELEASE_NAME = "release.json"
+FORMAT_VERSION = 1
+_LIBRARIES = ("numba", "numpy")
+_FIGURE_TOKEN = "\x00figure-{}\x00"
+
+
+@dataclass(frozen=True)
+class SourceIdentity:
+    """Where the source came from: a folder (nothing but its bytes), or a Hub repository at a commit.
+
+    `file_sha256`: the digests that the Hub publishes for its files, checked against what was read.
+    """
+
+    kind: str = "folder"
+    repository: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+    file_sha256: tuple[tuple[str, str], ...] = ()
+
+
+def rounding_rule() -> dict[str, Any]:
+    """The exact rule behind the codes, so that anybody can repeat it."""
+    return {
+        "codes": [INT4_CODE_MIN, INT4_CODE_MAX],
+        "absmax_scale": f"bf16(max|w| / {INT4_HALF_SPAN})",
+        "code": "clamp(round_half_even(w / scale), codes), against the stored scale",
+        "search_factors": list(SCALE_GRID),
+    }
+
+
+def _formats_by_role(plan: Plan) -> dict[str, list[str]]:
+    formats: dict[str, set[str]] = {}
+    for tensor in plan.tensors:
+        if tensor.outputs:
+            formats.setdefault(str(tensor.source.spec.role), set()).add(tensor.output_format)
+    return {role: sorted(values) for role, values in sorted(formats.items())}
+
+
+def _source(plan: Plan, identity: SourceIdentity) -> dict[str, Any]:
+    published = dict(identity.file_sha256)
+    files: list[dict[str, Any]] = []
+    for name, file in sorted(plan.source.files.items()):
+        row: dict[str, Any] = {"name": name, "size_bytes": file.size_bytes, "header_sha256": file.header_sha256}
+        if name in published:
+            row["sha256"] = published[name]
+        files.append(row)
+    return {
+        "kind": identity.kind,
+        "repository": identity.repository,
+        "revision": identity.revision,
+        "commit": identity.commit,
+        "tensors": len(plan.source.tensors),
+        "size_bytes": plan.source.size_bytes,
+        "files": files,
+    }
+
+
+def render_release(
+    plan: Plan,
+    identity: SourceIdentity,
+    *,
+    ledger_sha256: str = UNKNOWN_DIGEST,
+    errors_by_role: dict[str, ErrorFigures] | None = None,
+) -> bytes:
+    """release.json's bytes. Without results, digests and figures are placeholders of the same width."""
+    errors_by_role = errors_by_role or {}
+    figures: list[float] = []
+
+    def figure(value: float) -> str:
+        figures.append(value)
+        return _FIGURE_TOKEN.format(len(figures) - 1)
+
+    quantized_roles = sorted({str(t.source.spec.role) for t in plan.tensors if t.fate is Fate.QUANTIZED})
+    table = {
+        "format_version": FORMAT_VERSION,
+        "identity": {
+            "name": plan.options.release_name or plan.recipe.name,
+            "family": plan.family,
+            "plan_fingerprint": plan_fingerprint(plan),
+        },
+        "source": _source(plan, identity),
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "tool": {"memopt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
+        "formats": {"weights": _formats_by_role(plan), "kv_cache": "chosen at run time"},
+        "stages": ["prefill", "decode"],
+        "rounding": rounding_rule() if quantized_roles else None,
+        "totals": {
+            "fates": {str(fate): count for fate, count in plan.fate_counts.items()},
+            "tensors": sum(len(unit.layout) for unit in plan.units),
+            "files": len(plan.units),
+            "weights_size_bytes": plan.weights_size_bytes,
+            "error": {
+                role: {
+                    "relative_mse": figure(errors_by_role.get(role, ErrorFigures()).relative_mse),
+                    "max_error": figure(errors_by_role.get(role, ErrorFigures()).max_error),
+                    "clipped_share": figure(errors_by_role.get(role, ErrorFigures()).clipped_share),
+                }
+                for role in quantized_roles
+            },
+        },
+        "ledger": {"file": LEDGER_NAME, "sha256": ledger_sha256},
+        "tensor_parallel_checked": plan.tensor_parallel,
+        "engine_notes": [asdict(note) for note in plan.notes],
+        "not_copied": [asdict(skipped) for skipped in plan.skipped_files],
+        "code_files": [file.name for file in plan.metadata.copied if file.name.endswith(".py")],
+    }
+    text = json.dumps(table, indent=2, ensure_ascii=False) + "\n"
+    for number, value in enumerate(figures):
+        text = text.replace(json.dumps(_FIGURE_TOKEN.format(number)), fixed_width(value))
+    return text.encode()

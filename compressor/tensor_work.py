@@ -1,0 +1,210 @@
+"""The work on one tensor, streamed in row chunks: copy, dequantize to BF16, or round to INT4."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memopt.compressor.checkpoint.checkpoint import StoredTensor
+from memopt.compressor.checkpoint.reader import SourceReader
+from memopt.compressor.checkpoint.source_tensor import PACKED, SCALE, SourceFormat, SourceTensor
+from memopt.compressor.checkpoint.writer import UnitFile
+from memopt.compressor.ledger import ErrorFigures, TensorResult
+from memopt.compressor.quantize.backend import QuantizeBackend
+from memopt.compressor.tensor_plan import Fate, TensorPlan
+from memopt.errors import NonFiniteError, ShapeError
+from memopt.kernels import cpu
+from memopt.kernels.checks import NonFiniteWeightError
+from memopt.kernels.int4_spec import Int4Spec
+from memopt.kernels.layout import BF16_SHIFT
+from memopt.kernels.ue8m0 import decode_ue8m0
+
+# A chunk, its codes and its scales stay in a core's caches; larger ones are no faster (benchmarks/compress.py).
+CHUNK_BYTES = 2 * 2**20
+UE8M0_DTYPES = {"F8_E8M0", "U8"}
+SHAPE_NUMPY = {"I32": np.int32, "I64": np.int64}
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Rows [first, first + count) of a weight, `data` as stored."""
+
+    first: int
+    count: int
+    data: npt.NDArray[np.uint8]
+
+
+class TensorWorker:
+    """Does the work of one tensor after another for one thread; holds one chunk buffer.
+
+    `advance` is called with the number of source bytes done after each chunk; it raises to stop the work.
+    """
+
+    def __init__(self, reader: SourceReader, backend: QuantizeBackend, advance: Callable[[int], None]) -> None:
+        self._reader = reader
+        self._backend = backend
+        self._advance = advance
+        self._buffer = np.empty(CHUNK_BYTES, np.uint8)
+
+    def run(self, plan: TensorPlan, out: UnitFile) -> TensorResult:
+        """Stream `plan` from the source into `out`. Output digests are the file's to give."""
+        if plan.fate is Fate.COPIED:
+            return TensorResult(self._copy(plan, out), {})
+        if plan.fate is Fate.QUANTIZED:
+            return self._quantize(plan, out)
+        if plan.source.format is SourceFormat.INT4_PACKED:
+            return TensorResult(self._dequantize_int4(plan, out), {})
+        return TensorResult(self._dequantize_float8(plan, out), {})
+
+    def _chunk_buffer(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        if size_bytes > self._buffer.nbytes:
+            self._buffer = np.empty(size_bytes, np.uint8)
+        return self._buffer[:size_bytes]
+
+    def _copy(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for part, output in zip(plan.source.parts, plan.outputs, strict=True):
+            state = hashlib.sha256()
+            for offset in range(0, part.size_bytes, CHUNK_BYTES):
+                view = memoryview(self._chunk_buffer(min(CHUNK_BYTES, part.size_bytes - offset)))
+                self._reader.read_into(part, offset, view)
+                state.update(view)
+                out.append(output.name, view)
+                self._advance(view.nbytes)
+            digests[part.name] = state.hexdigest()
+        return digests
+
+    def _row_chunks(self, weight: StoredTensor, block_rows: int, digests: dict[str, str]) -> Iterator[RowChunk]:
+        """Chunks of whole rows, each starting at a multiple of `block_rows`; adds the weight's digest at the end."""
+        rows = weight.shape[0]
+        row_bytes = weight.size_bytes // max(rows, 1)
+        step = max(1, CHUNK_BYTES // max(row_bytes, 1))
+        if block_rows < rows:
+            step = math.ceil(step / block_rows) * block_rows
+        state = hashlib.sha256()
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            data = self._chunk_buffer(count * row_bytes)
+            self._reader.read_into(weight, first * row_bytes, memoryview(data))
+            state.update(data)
+            yield RowChunk(first, count, data)
+            self._advance(data.nbytes)
+        digests[weight.name] = state.hexdigest()
+
+    def _small_part(self, part: StoredTensor, digests: dict[str, str]) -> bytearray:
+        data = self._reader.read(part)
+        digests[part.name] = hashlib.sha256(data).hexdigest()
+        self._advance(part.size_bytes)
+        return data
+
+    def _float8_scale(self, source: SourceTensor, digests: dict[str, str]) -> npt.NDArray[np.float32] | None:
+        """The FP8 scale as float32 [block rows, block columns]; None for a BF16 source. NonFiniteError naming it."""
+        if source.scale is None or source.block is None:
+            return None
+        raw = np.frombuffer(self._small_part(source.scale, digests), np.uint8)
+        if source.scale.dtype in UE8M0_DTYPES:
+            scale = decode_ue8m0(raw)
+        elif source.scale.dtype == "BF16":
+            scale = (raw.view(np.uint16).astype(np.uint32) << BF16_SHIFT).view(np.float32)
+        else:
+            scale = raw.view(np.float32)
+        bad = np.flatnonzero(~np.isfinite(scale))
+        if bad.size:
+            raise NonFiniteError(
+                f"scale {int(bad[0])} of {scale.size} is {scale[bad[0]]}",
+                tensor=source.scale.name,
+                file=source.scale.file,
+                remedy="compare the source file's SHA-256 with the publisher's and download it again",
+            )
+        rows, columns = source.weight.shape
+        return scale.reshape(math.ceil(rows / source.block[0]), math.ceil(columns / source.block[1]))
+
+    def _quantize(self, plan: TensorPlan, out: UnitFile) -> TensorResult:
+        source, target = plan.source, plan.int4
+        packed, scale_output, shape = plan.outputs
+        spec = Int4Spec(target.weights_per_scale, target.scale, target.norm) if target else Int4Spec()
+        digests: dict[str, str] = {}
+        scales = self._float8_scale(source, digests)
+        rows, columns = source.weight.shape
+        block = source.block or (rows, columns)
+        sq_error = np.zeros(rows)
+        energy = np.zeros(rows)
+        max_error, num_clipped = 0.0, 0
+        for chunk in self._row_chunks(source.weight, block[0], digests):
+            values = chunk.data.view(np.uint8 if scales is not None else np.uint16).reshape(chunk.count, columns)
+            chunk_scale, chunk_block = _chunk_scale(scales, block, rows, chunk)
+            try:
+                result = self._backend.quantize(values, chunk_scale, chunk_block, spec)
+            except NonFiniteWeightError as problem:
+                raise _located(problem, chunk, source) from None
+            out.append(packed.name, memoryview(result.packed).cast("B"))
+            out.append(scale_output.name, memoryview(result.scale_bits).cast("B"))
+            sq_error[chunk.first : chunk.first + chunk.count] = result.sq_error
+            energy[chunk.first : chunk.first + chunk.count] = result.energy
+            max_error = max(max_error, float(result.max_error.max(initial=0.0)))
+            num_clipped += int(result.num_clipped.sum())
+        out.append(shape.name, np.array([rows, columns], np.int64).tobytes())
+        # fsum is exact, so that the figures do not depend on numpy's order of summation.
+        figures = ErrorFigures(math.fsum(sq_error), math.fsum(energy), max_error, num_clipped, rows * columns)
+        return TensorResult(digests, {}, figures)
+
+    def _dequantize_float8(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
+        source = plan.source
+        digests: dict[str, str] = {}
+        scales = self._float8_scale(source, digests)
+        rows, columns = source.weight.shape
+        block = source.block or (rows, columns)
+        for chunk in self._row_chunks(source.weight, block[0], digests):
+            chunk_scale, chunk_block = _chunk_scale(scales, block, rows, chunk)
+            if chunk_scale is None or chunk_block is None:
+                raise ShapeError("an FP8 weight without its scale", tensor=source.spec.name)
+            try:
+                bits = cpu.dequantize_float8(chunk.data.reshape(chunk.count, columns), chunk_scale, chunk_block)
+            except NonFiniteWeightError as problem:
+                raise _located(problem, chunk, source) from None
+            out.append(plan.outputs[0].name, memoryview(bits).cast("B"))
+        return digests
+
+    def _dequantize_int4(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
+        source = plan.source
+        digests: dict[str, str] = {}
+        rows, columns = source.spec.shape
+        if source.scale is None or source.packed_shape is None or source.group_size is None:
+            raise ShapeError(f"packed words without {SCALE} or shape", tensor=source.spec.name + PACKED)
+        self._check_packed_shape(source.packed_shape, (rows, columns), digests)
+        scale_bits = np.frombuffer(self._small_part(source.scale, digests), np.uint16).reshape(rows, -1)
+        group = None if source.group_size == columns else source.group_size
+        for chunk in self._row_chunks(source.weight, 1, digests):
+            packed = chunk.data.view(np.int32).reshape(chunk.count, -1)
+            bits = cpu.dequantize_int4(packed, scale_bits[chunk.first : chunk.first + chunk.count], group)
+            out.append(plan.outputs[0].name, memoryview(bits).cast("B"))
+        return digests
+
+    def _check_packed_shape(self, part: StoredTensor, shape: tuple[int, ...], digests: dict[str, str]) -> None:
+        stored = np.frombuffer(self._small_part(part, digests), SHAPE_NUMPY[part.dtype])
+        if tuple(stored.tolist()) != shape:
+            raise ShapeError(f"holds {stored.tolist()}, config.json makes it {list(shape)}", tensor=part.name)
+
+
+def _chunk_scale(
+    scales: npt.NDArray[np.float32] | None, block: tuple[int, int], rows: int, chunk: RowChunk
+) -> tuple[npt.NDArray[np.float32] | None, tuple[int, int] | None]:
+    """The rows of the scale grid that cover `chunk`, and the block in its terms; (None, None) for a BF16 source."""
+    if scales is None:
+        return None, None
+    if block[0] >= rows:
+        return scales, (chunk.count, block[1])
+    first = chunk.first // block[0]
+    last = math.ceil((chunk.first + chunk.count) / block[0])
+    return scales[first:last], block
+
+
+def _located(problem: NonFiniteWeightError, chunk: RowChunk, source: SourceTensor) -> NonFiniteWeightError:
+    located = problem.offset_row(chunk.first, tensor=source.weight.name)
+    located.file = source.weight.file
+    return located

@@ -1,0 +1,82 @@
+"""Compiles the numba kernels' entry points on first use, with a disk cache that knows every file they depend on.
+
+numba's own cache looks only at the file of the function it caches. After an upgrade that changed a helper's file it
+would run the old machine code and write other bytes than the reference. So each entry closes over a digest of all the
+kernel sources: numba makes closed-over values part of the cache key. The helpers themselves are not cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+from memopt.kernels.cpu_expand import expand_fp8, expand_int4, scaled_bits
+from memopt.kernels.cpu_quantize import quantize_tiles
+
+_SOURCES = ("layout", "int4_spec", "cpu_tile", "cpu_search", "cpu_quantize", "cpu_expand", "cpu_entry")
+
+
+@cache
+def source_digest() -> str:
+    """SHA-256 (hexadecimal) over the files that decide what the compiled kernels do."""
+    digest = sha256()
+    for name in _SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def quantize_entry() -> Callable[..., bool]:
+    """`quantize_tiles`, compiled."""
+    key = source_digest()
+
+    @njit(cache=True, nogil=True, error_model="numpy")
+    def quantize(*arguments: Any) -> Any:
+        key  # noqa: B018 - makes it a closure variable
+        return quantize_tiles(*arguments)
+
+    return quantize
+
+
+@cache
+def expand_fp8_entry() -> Callable[..., bool]:
+    """`expand_fp8`, compiled."""
+    key = source_digest()
+
+    @njit(cache=True, nogil=True, error_model="numpy")
+    def expand(*arguments: Any) -> Any:
+        key  # noqa: B018 - makes it a closure variable
+        return expand_fp8(*arguments)
+
+    return expand
+
+
+@cache
+def expand_int4_entry() -> Callable[..., None]:
+    """`expand_int4`, compiled."""
+    key = source_digest()
+
+    @njit(cache=True, nogil=True, error_model="numpy")
+    def expand(*arguments: Any) -> Any:
+        key  # noqa: B018 - makes it a closure variable
+        return expand_int4(*arguments)
+
+    return expand
+
+
+@cache
+def scaled_bits_entry() -> Callable[..., Any]:
+    """`scaled_bits`, compiled."""
+    key = source_digest()
+
+    @njit(cache=True, nogil=True, error_model="numpy")
+    def scaled(*arguments: Any) -> Any:
+        key  # noqa: B018 - makes it a closure variable
+        return scaled_bits(*arguments)
+
+    return scaled

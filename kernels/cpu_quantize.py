@@ -1,0 +1,90 @@
+"""The loop over tiles that rounds a chunk of rows to INT4, for the numba path."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from memopt.kernels.cpu_search import absmax_scale, search_scale
+from memopt.kernels.cpu_tile import (
+    ITEMS_PER_WORD_FP8,
+    LANES,
+    decode_bf16,
+    decode_fp8,
+    gather_words,
+    largest_weights,
+    round_bf16_bits,
+    round_tile,
+)
+from memopt.kernels.layout import CODES_PER_WORD
+
+
+@njit(nogil=True, error_model="numpy")
+def quantize_tiles(
+    source, items_a_word, scales, block_rows, block_columns, segment, group, groups_a_row, grid, signed, power,
+    packed, scale_bits, sq_error, energy, max_error, clipped,
+):  # fmt: skip
+    """Rounds a whole chunk, tile by tile; False (outputs then undefined) when a weight or scale is not finite.
+
+    `source`: flat words of `items_a_word` weights. `segment`: weights that surely share group and block scale. Outputs
+    are flat: `packed` uint32, `scale_bits` uint16, and, zero at the start, a value a row each of the other four.
+    """
+    scratch = np.empty(group // items_a_word * LANES, np.uint64)
+    weights = np.zeros(group * LANES, np.float32)
+    words = np.empty(group // CODES_PER_WORD * LANES, np.uint32)
+    segment_scale = np.ones(group // segment * LANES, np.float32)
+    lane_row = np.empty(LANES, np.int64)
+    largest = np.empty(LANES, np.float32)
+    scale = np.empty(LANES, np.float32)
+    lane_sq = np.empty(LANES, np.float32)
+    lane_energy = np.empty(LANES, np.float32)
+    lane_max = np.empty(LANES, np.float32)
+    lane_clipped = np.empty(LANES, np.int32)
+    bad = np.empty(LANES, np.uint32)
+    rows = (
+        np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32),
+        np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32),
+    )  # fmt: skip
+    state = np.empty(LANES, np.int32)
+    words_a_group = group // CODES_PER_WORD
+    parts = group // segment
+    # Counted along instead of divided for: two divisions a group would cost as much as rounding it.
+    block_of = np.arange(groups_a_row * parts) * segment // block_columns
+    row, group_in_row, block_row = 0, 0, 0
+    for tile in range((scale_bits.shape[0] + LANES - 1) // LANES):
+        first = tile * LANES
+        lanes = min(LANES, scale_bits.shape[0] - first)
+        for lane in range(lanes):
+            lane_row[lane] = row
+            for part in range(parts):
+                segment_scale[part * LANES + lane] = scales[block_row, block_of[group_in_row * parts + part]]
+            group_in_row += 1
+            if group_in_row == groups_a_row:
+                group_in_row = 0
+                row += 1
+                block_row = row // block_rows
+        gather_words(source, first, lanes, scratch)
+        if items_a_word == ITEMS_PER_WORD_FP8:
+            finite = decode_fp8(scratch, segment_scale, segment, weights, bad)
+            for k in range(segment_scale.shape[0]):
+                finite &= bool(np.isfinite(segment_scale[k]))
+        else:
+            finite = decode_bf16(scratch, weights, bad)
+        finite &= largest_weights(weights, largest, lane_sq, lane_max)
+        if not finite:
+            return False
+        absmax_scale(largest, scale)
+        if grid.shape[0]:
+            search_scale(weights, largest, grid, signed, power, scale, rows, state)
+        round_tile(weights, scale, words, lane_sq, lane_energy, lane_max, lane_clipped)
+        for lane in range(lanes):
+            index = first + lane
+            for k in range(words_a_group):
+                packed[index * words_a_group + k] = words[k * LANES + lane]
+            scale_bits[index] = round_bf16_bits(scale[lane])
+            to = lane_row[lane]
+            sq_error[to] += np.float64(lane_sq[lane])
+            energy[to] += np.float64(lane_energy[lane])
+            max_error[to] = max(max_error[to], lane_max[lane])
+            clipped[to] += lane_clipped[lane]
+    return True

@@ -1,0 +1,54 @@
+"""`memopt compress`: a checkpoint becomes a release."""
+
+from __future__ import annotations
+
+import click
+
+from memopt.cli.options import json_option, plan_options, recipe_option, workers_option
+from memopt.cli.output import refusals
+
+
+@click.command("compress")
+@click.argument("source", metavar="SRC")
+@click.argument("out", metavar="OUT")
+@recipe_option
+@plan_options
+@workers_option
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where rounding runs (same bytes)."
+)
+@json_option
+def compress_command(
+    source: str,
+    out: str,
+    recipe: str | None,
+    tensor_parallel: int | None,
+    max_file_size: int | None,
+    allow_code: bool,
+    release_name: str | None,
+    workers: int | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Compress checkpoint SRC (a folder or org/name@revision) into folder OUT.
+
+    Streams: host memory stays small whatever the checkpoint's size. Run the same command again after an interruption
+    and it goes on where it stopped; the result is the same to the byte.
+    """
+    with refusals("compress", as_json=as_json):
+        from memopt.cli.plan import build_options
+        from memopt.cli.run import progress_display, report
+        from memopt.compressor.api import compress
+
+        with progress_display(quiet=as_json) as progress:
+            result = compress(
+                source,
+                out,
+                recipe=recipe,
+                options=build_options(tensor_parallel, max_file_size, allow_code, release_name),
+                workers=workers,
+                device=device,  # type: ignore[arg-type]  # click.Choice gives one of the three
+                progress=progress,
+                download=progress.download,
+            )
+        report("compress", result, f"memopt inspect {out}", as_json=as_json)

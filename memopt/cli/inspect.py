@@ -1,0 +1,43 @@
+"""`memopt inspect`: what a checkpoint is, from its headers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import click
+
+from memopt.cli.options import json_option
+from memopt.cli.output import print_verdict, refusals
+
+
+@click.command("inspect")
+@click.argument("source", metavar="SRC")
+@json_option
+def inspect_command(source: str, as_json: bool) -> None:
+    """Tell family, formats, sizes, tensor-parallel degrees and problems of SRC, a folder or org/name@revision.
+
+    Reads headers only. Exits 6 when the checkpoint has problems.
+    """
+    with refusals("inspect", as_json=as_json):
+        from memopt.compressor.api import inspect
+
+        found = inspect(source)
+        if as_json:
+            print_verdict("inspect", asdict(found))
+        else:
+            from memopt.cli.tables import make_console, print_inspection
+
+            print_inspection(make_console(), found)
+    if found.problems:
+        sys.exit(problem_exit_code(found.problems[0].code))
+
+
+def problem_exit_code(code: str) -> int:
+    """The exit code that a command would end with on this problem."""
+    from memopt import errors
+
+    for error in vars(errors).values():
+        if isinstance(error, type) and issubclass(error, errors.MemoptError) and error.code == code:
+            return int(error.exit_code)
+    return int(errors.ExitCode.INTERNAL)

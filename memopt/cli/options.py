@@ -1,0 +1,54 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from memopt.cli.output import parse_size
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one machine-readable verdict.")
+workers_option = click.option(
+    "--workers", type=click.IntRange(1, 1024), default=None, help="Threads, one output file each (default: one a core)."
+)
+
+
+def _size(_context: click.Context, _parameter: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else parse_size(value)
+
+
+max_file_size_option = click.option(
+    "--max-file-size",
+    metavar="SIZE",
+    callback=_size,
+    help="About the largest weight file, as 4GB or 500MiB (default 4GB).",
+)
+
+
+def recipe_option(function: Function) -> Function:
+    return click.option(
+        "--recipe", metavar="NAME|FILE", default=None, help="A shipped recipe or a YAML file (default: the family's)."
+    )(function)
+
+
+def plan_options(function: Function) -> Function:
+    """The options that shape a plan: --tp, --max-file-size, --allow-code, --name."""
+    decorators = [
+        click.option(
+            "--tp",
+            "tensor_parallel",
+            type=click.IntRange(1, 1024),
+            default=None,
+            help="Refuse unless every tensor divides by this tensor-parallel degree (default: the recipe's).",
+        ),
+        max_file_size_option,
+        click.option("--allow-code", is_flag=True, help="Copy the source's .py files; release.json then lists them."),
+        click.option("--name", "release_name", default=None, help="The release's name (default: the recipe's)."),
+    ]
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function

@@ -1,0 +1,99 @@
+"""What the commands share on a terminal: sizes in words, JSON verdicts, and one clear line for every refusal."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+
+from memopt.errors import ExitCode, MemoptError
+
+VERDICT_SCHEMA = "memopt.verdict/1"
+SIGTERM_EXIT = 128 + signal.SIGTERM
+
+
+def size_text(size_bytes: int) -> str:
+    """A size in both units: "419.9 GiB (450.9 GB)", or bytes when it is small."""
+    for power, binary, decimal in ((3, "GiB", "GB"), (2, "MiB", "MB")):
+        if size_bytes >= 1024**power:
+            return f"{size_bytes / 1024**power:,.1f} {binary} ({size_bytes / 1000**power:,.1f} {decimal})"
+    return f"{size_bytes:,} B"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration for people: "41 s", "3 min 20 s", "2 h 05 min"."""
+    whole = round(seconds)
+    if whole < 1:
+        return f"{seconds:.2f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def print_verdict(command: str, fields: dict[str, Any]) -> None:
+    """The machine-readable verdict of a command that succeeded, on standard output."""
+    click.echo(json.dumps({"schema": VERDICT_SCHEMA, "command": command, "status": "ok", "exit_code": 0, **fields}))
+
+
+def _refuse(command: str, error: MemoptError, *, as_json: bool, exit_code: int) -> NoReturn:
+    if as_json:
+        verdict = {
+            "schema": VERDICT_SCHEMA,
+            "command": command,
+            "status": "refused",
+            "exit_code": exit_code,
+            "code": error.code,
+            "message": error.message,
+            "remedy": error.remedy,
+            "tensor": error.tensor,
+            "file": error.file,
+        }
+        click.echo(json.dumps(verdict))
+    click.echo(f"memopt {command}: {error.code}: {' '.join(str(error).split())}", err=True)
+    sys.exit(exit_code)
+
+
+@contextmanager
+def refusals(command: str, *, as_json: bool) -> Iterator[None]:
+    """Turn every MemoptError into one line (and a JSON verdict) with its exit code; SIGTERM acts like Ctrl-C."""
+    terminated: list[int] = []
+
+    def on_terminate(number: int, _: object) -> NoReturn:
+        terminated.append(number)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        yield
+    except MemoptError as error:
+        code = SIGTERM_EXIT if terminated and error.exit_code == ExitCode.INTERRUPTED else int(error.exit_code)
+        _refuse(command, error, as_json=as_json, exit_code=code)
+    except KeyboardInterrupt:
+        click.echo(f"memopt {command}: MEMOPT_INTERRUPTED: stopped before anything was written", err=True)
+        sys.exit(SIGTERM_EXIT if terminated else int(ExitCode.INTERRUPTED))
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing to say, and nobody to say it to.
+        sys.stderr.close()
+        sys.exit(int(ExitCode.OK))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "4GB", "4GiB", "500MB" or a plain number; click.BadParameter otherwise."""
+    units: dict[str, int] = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    number = text.strip().rstrip("BbKkMmGgTtIi").strip()
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise click.BadParameter(f"{text!r} is not a size like 4GB or 500MiB") from None
