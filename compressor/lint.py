@@ -6,14 +6,16 @@ an error; for other engines it is a note.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from memopt.compressor.checkpoint.model_config import CONFIG_NAME
 from memopt.compressor.families.roles import Role, TensorSpec
 from memopt.compressor.quantization_config import MIXED_PRECISION, pattern_matches
 from memopt.compressor.tensor_plan import TensorPlan
-from memopt.errors import LintError
+from memopt.errors import ConfigError, LintError
 from memopt.kernels.layout import INT4_GROUP_SIZES
 
 Severity = Literal["error", "note"]
@@ -128,7 +130,7 @@ def _config_matches_tensors(subject: LintSubject) -> Iterator[EngineNote]:
                 yield from subject.finding(ALL_ENGINES, "undeclared-format", message, plan.source.spec.module)
                 return
         return
-    ignore = [entry for entry in quantization.get("ignore") or [] if isinstance(entry, str)]
+    ignore = _ignore_list(quantization)
     for plan in subject.plans:
         module = plan.source.spec.module
         is_quantized = plan.is_int4 or plan.is_float8
@@ -137,6 +139,19 @@ def _config_matches_tensors(subject: LintSubject) -> Iterator[EngineNote]:
             is_harmless = not subject.is_config_rewritten and not is_quantized
             engines = () if is_harmless else ALL_ENGINES
             yield from subject.finding(engines, "ignore-list", message, module)
+
+
+def _ignore_list(quantization: dict[str, Any]) -> list[str]:
+    """The block's `ignore`; ConfigError unless it is a list of names and valid patterns (it may be the source's own)."""
+    ignore = quantization.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        raise ConfigError("ignore must be a list of names", file=CONFIG_NAME)
+    for entry in ignore:
+        try:
+            pattern_matches(entry, "")
+        except (re.error, OverflowError, RecursionError) as problem:
+            raise ConfigError(f"ignore: {entry!r} is not a regular expression: {problem}", file=CONFIG_NAME) from None
+    return ignore
 
 
 def _is_ignored(spec: TensorSpec, ignore: list[str]) -> bool:
@@ -154,7 +169,8 @@ def _config_rules(subject: LintSubject) -> Iterator[EngineNote]:
         return
     groups = quantization.get("config_groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
-        actorder = (group.get("weights") or {}).get("actorder") if isinstance(group, dict) else None
+        weights = group.get("weights") if isinstance(group, dict) else None
+        actorder = weights.get("actorder") if isinstance(weights, dict) else None
         if actorder is not None:
             message = f"actorder {actorder!r} makes vLLM load w2 scales unsharded under tensor parallelism (#41511)"
             yield from subject.finding(("vllm",), "actorder-null", message, name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from memopt.compressor.checkpoint.index import INDEX_NAME, WEIGHT_SUFFIX, is_plain_file_name
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME
 from memopt.compressor.checkpoint.strict_json import read_capped
-from memopt.errors import MalformedError
+from memopt.errors import LayoutError, MalformedError
 
 CODE_SUFFIX = ".py"
 MAX_METADATA_SIZE_BYTES = 512 * 2**20
@@ -64,6 +64,14 @@ def _skip_reason(name: str) -> str:
     return "not a file that an engine needs beside the weights"
 
 
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_metadata(path: Path) -> bytes:
     return read_capped(path, MAX_METADATA_SIZE_BYTES, MalformedError)
 
@@ -74,6 +82,10 @@ def select_metadata(folder: Path, *, allow_code: bool) -> MetadataSelection:
     skipped: list[SkippedFile] = []
     for path in sorted(folder.iterdir()):
         name = path.name
+        if not _is_utf8(name):
+            raise LayoutError(
+                f"{name!a} in {folder} is not a UTF-8 file name", remedy="rename or remove it: release.json lists it"
+            )
         if name in {CONFIG_NAME, INDEX_NAME, *RELEASE_FILE_NAMES} or _RELEASE_FILE.fullmatch(name):
             continue
         if path.is_dir():

@@ -7,8 +7,9 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from memopt.compressor.workspace import (
     check_output_place,
     is_complete,
     release_file_names,
+    remove_leftovers,
 )
 from memopt.errors import (
     ContentError,
@@ -104,10 +106,11 @@ def run_plan(
     check_output_place(folder, out)
     sizes = planned_sizes(plan, identity)
     if is_complete(out, fingerprint):
+        remove_leftovers(out)
         _check_sizes(out, sizes)
         return _result(plan, out, sizes, {}, len(plan.units), started, was_complete=True)
     names = release_file_names(plan.units, tuple(file.name for file in plan.small_files))
-    with SourceReader(plan.source, folder) as reader, Workspace(out, fingerprint, names) as workspace:
+    with _resumable(out), SourceReader(plan.source, folder) as reader, Workspace(out, fingerprint, names) as workspace:
         records = {unit.number: record for unit in plan.units if (record := workspace.finished_unit(unit)) is not None}
         _check_finished_sources(plan, workspace, reader, records)
         num_resumed = len(records)
@@ -128,6 +131,16 @@ def run_plan(
             before_finish()
         errors = _finish(plan, identity, workspace, records, sizes)
     return _result(plan, out, sizes, errors, num_resumed, started, was_complete=False)
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedRunError(
+            f"stopped; {out} keeps every finished unit", remedy="run the same command again to go on"
+        ) from None
 
 
 def _result(
@@ -234,10 +247,6 @@ def _run_units(
         futures = {pool.submit(run, unit): unit.number for unit in todo}
         try:
             _wait(set(futures))
-        except KeyboardInterrupt:
-            raise InterruptedRunError(
-                f"stopped; {workspace.out} keeps every finished unit", remedy="run the same command again to go on"
-            ) from None
         finally:
             cancelled.set()
     return {number: future.result() for future, number in futures.items()}

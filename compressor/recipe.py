@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from memopt.compressor.checkpoint.open_file import open_regular, read_exactly
 from memopt.compressor.families.registry import FAMILIES
@@ -16,7 +17,8 @@ from memopt.compressor.families.roles import Role, TensorSpec
 from memopt.errors import RecipeError
 from memopt.kernels.int4_spec import ErrorNorm, ScaleSearch
 
-MAX_RECIPE_SIZE_BYTES = 2**20
+MAX_RECIPE_SIZE_BYTES = 2**18
+MAX_NESTING = 32
 MAX_PATTERN_LENGTH = 500
 DEFAULT_RECIPES = {
     "glm_moe_dsa": "glm-5.2-int4",
@@ -89,7 +91,7 @@ class Rule(_Strict):
                 raise ValueError(f"a pattern of {len(name)} characters, at most {MAX_PATTERN_LENGTH} are read")
             try:
                 re.compile(name)
-            except re.error as problem:
+            except (re.error, OverflowError) as problem:
                 raise ValueError(f"{name!r} is not a regular expression: {problem}") from None
         return names
 
@@ -121,7 +123,7 @@ class Recipe(_Strict):
     rules: tuple[Rule, ...] = ()
     default: TargetFormat
     engines: tuple[Engine, ...] = ()
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: int = Field(1, ge=1, strict=True)
 
     @field_validator("default", mode="before")
     @classmethod
@@ -149,25 +151,38 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        seen: set[str] = set()
         for key in keys:
-            if not isinstance(key, str) or keys.count(key) > 1:
+            if not isinstance(key, str) or key in seen:
                 raise yaml.YAMLError(f"key {key!r} is not a string or appears twice")
+            seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def _check_events(text: str, file: str) -> None:
+    """Refuse what makes a small file cost without bound: aliases that expand, and deep nesting."""
+    depth = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):
+            raise RecipeError("YAML aliases are not read", file=file, remedy="write the rules out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_NESTING:
+            raise RecipeError(f"is nested more than {MAX_NESTING} deep", file=file)
 
 
 def parse_recipe(raw: bytes, file: str) -> Recipe:
     """Parse recipe YAML; RecipeError naming the field that is wrong."""
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw.decode("utf-8"))):
-            # The way to make a small file expand without bound.
-            raise RecipeError("YAML aliases are not read", file=file, remedy="write the rules out")
-        table = yaml.load(raw.decode("utf-8"), Loader=_UniqueKeyLoader)
+        text = raw.decode("utf-8")
+        _check_events(text, file)
+        table = yaml.load(text, Loader=_UniqueKeyLoader)
         return Recipe.model_validate(table)
     except ValidationError as problem:
         first = problem.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "recipe"
         raise RecipeError(f"{field}: {first['msg']}", file=file, remedy="see docs/recipes.md") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError) as problem:
+    # PyYAML's constructors leak these for a bad `!!int`, `!!bool` or `!!timestamp`.
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as problem:
         reason = " ".join(str(problem).split()) or type(problem).__name__
         raise RecipeError(f"is not a recipe: {reason}", file=file) from None
 
@@ -184,7 +199,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         file = f"{name_or_path}.yaml"
         return parse_recipe(resources.files("memopt.recipes").joinpath(file).read_bytes(), file)
     path = Path(name_or_path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise RecipeError(
             f"there is no recipe {name_or_path!r}",
             remedy=f"shipped: {', '.join(shipped_recipe_names())}; or name a YAML file",

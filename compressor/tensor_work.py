@@ -71,7 +71,7 @@ class TensorWorker:
         for part, output in zip(plan.source.parts, plan.outputs, strict=True):
             state = hashlib.sha256()
             for offset in range(0, part.size_bytes, CHUNK_BYTES):
-                view = memoryview(self._chunk_buffer(min(CHUNK_BYTES, part.size_bytes - offset)))
+                view = self._chunk_buffer(min(CHUNK_BYTES, part.size_bytes - offset)).data
                 self._reader.read_into(part, offset, view)
                 state.update(view)
                 out.append(output.name, view)
@@ -90,8 +90,8 @@ class TensorWorker:
         for first in range(0, rows, step):
             count = min(step, rows - first)
             data = self._chunk_buffer(count * row_bytes)
-            self._reader.read_into(weight, first * row_bytes, memoryview(data))
-            state.update(data)
+            self._reader.read_into(weight, first * row_bytes, data.data)
+            state.update(data.data)
             yield RowChunk(first, count, data)
             self._advance(data.nbytes)
         digests[weight.name] = state.hexdigest()
@@ -142,8 +142,8 @@ class TensorWorker:
                 result = self._backend.quantize(values, chunk_scale, chunk_block, spec)
             except NonFiniteWeightError as problem:
                 raise _located(problem, chunk, source) from None
-            out.append(packed.name, memoryview(result.packed).cast("B"))
-            out.append(scale_output.name, memoryview(result.scale_bits).cast("B"))
+            out.append(packed.name, result.packed.data)
+            out.append(scale_output.name, result.scale_bits.data)
             sq_error[chunk.first : chunk.first + chunk.count] = result.sq_error
             energy[chunk.first : chunk.first + chunk.count] = result.energy
             max_error = max(max_error, float(result.max_error.max(initial=0.0)))
@@ -167,7 +167,7 @@ class TensorWorker:
                 bits = cpu.dequantize_float8(chunk.data.reshape(chunk.count, columns), chunk_scale, chunk_block)
             except NonFiniteWeightError as problem:
                 raise _located(problem, chunk, source) from None
-            out.append(plan.outputs[0].name, memoryview(bits).cast("B"))
+            out.append(plan.outputs[0].name, bits.data)
         return digests
 
     def _dequantize_int4(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
@@ -182,7 +182,7 @@ class TensorWorker:
         for chunk in self._row_chunks(source.weight, 1, digests):
             packed = chunk.data.view(np.int32).reshape(chunk.count, -1)
             bits = cpu.dequantize_int4(packed, scale_bits[chunk.first : chunk.first + chunk.count], group)
-            out.append(plan.outputs[0].name, memoryview(bits).cast("B"))
+            out.append(plan.outputs[0].name, bits.data)
         return digests
 
     def _check_packed_shape(self, part: StoredTensor, shape: tuple[int, ...], digests: dict[str, str]) -> None:

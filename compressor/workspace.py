@@ -5,7 +5,8 @@
     OUT/.memopt/units/00001.json    written after its weight file is on disk under its final name
     OUT/.memopt/tmp/                files in flight
 
-The state folder is removed last, so that a folder without it, but with release.json, is complete.
+The state folder goes last: it is renamed to OUT/.memopt-finished, then removed. So a folder without it, but with
+release.json, is complete, and a crash on the way out leaves nothing that looks half done.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from memopt.compressor.units import Unit
 from memopt.errors import OutputError
 
 STATE_FOLDER = ".memopt"
+FINISHED_FOLDER = ".memopt-finished"
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,18 @@ class UnitRecord:
 
 def check_output_place(source: Path, out: Path) -> None:
     """OutputError if `out` is the source, inside it, around it, or not a folder."""
-    source_real, out_real = source.resolve(), out.resolve()
+    try:
+        source_real, out_real = source.resolve(), out.resolve()
+        is_other_file = os.path.lexists(out) and not out.is_dir()
+    except (OSError, RuntimeError) as problem:
+        # RuntimeError: a loop of links, before Python 3.13.
+        reason = problem.strerror if isinstance(problem, OSError) else str(problem)
+        raise OutputError(f"cannot use output {out}: {reason}", remedy="choose another output folder") from None
     if out_real == source_real or source_real in out_real.parents:
         raise OutputError(f"output {out} is inside the source", remedy="choose a folder outside the checkpoint")
     if out_real in source_real.parents:
         raise OutputError(f"the source is inside the output {out}", remedy="choose another output folder")
-    if out.exists() and not out.is_dir():
+    if is_other_file:
         raise OutputError(f"output {out} is not a folder", remedy="choose another output folder")
 
 
@@ -58,6 +66,11 @@ def is_complete(out: Path, fingerprint: str) -> bool:
         return bool(release["identity"]["plan_fingerprint"] == fingerprint)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove the state of a finished run that a crash left behind."""
+    shutil.rmtree(out / FINISHED_FOLDER, ignore_errors=True)
 
 
 class Workspace:
@@ -190,9 +203,11 @@ class Workspace:
     def finish(self) -> None:
         """Remove the state: the release is complete."""
         try:
+            remove_leftovers(self.out)
             sync_folder(self.out)
-            shutil.rmtree(self._state)
+            os.rename(self._state, self.out / FINISHED_FOLDER)
             sync_folder(self.out)
+            remove_leftovers(self.out)
         except OSError as problem:
             raise write_error(problem, str(self._state)) from None
 

@@ -36,10 +36,10 @@ def quantize_int4(
     groups_a_row = columns // group
     packed = np.empty((rows, columns // CODES_PER_WORD), np.int32)
     scale_bits = np.empty((rows, groups_a_row), np.uint16)
-    sq_error = np.zeros(rows, np.float64)
-    energy = np.zeros(rows, np.float64)
-    max_error = np.zeros(rows, np.float32)
-    clipped = np.zeros(rows, np.int64)
+    sq_error = np.empty(rows, np.float64)
+    energy = np.empty(rows, np.float64)
+    max_error = np.empty(rows, np.float32)
+    clipped = np.empty(rows, np.int64)
     grid = SCALE_GRID if spec.scale_search != "absmax" else ()
     finite = quantize_entry()(
         _as_words(weight), np.dtype(WORD_TYPE).itemsize // weight.itemsize, scales, shape.rows, shape.columns,

@@ -27,13 +27,12 @@ def quantize_tiles(
     """Rounds a whole chunk, tile by tile; False (outputs then undefined) when a weight or scale is not finite.
 
     `source`: flat words of `items_a_word` weights. `segment`: weights that surely share group and block scale. Outputs
-    are flat: `packed` uint32, `scale_bits` uint16, and, zero at the start, a value a row each of the other four.
+    are flat: `packed` uint32, `scale_bits` uint16, and a value a row of the other four.
     """
     scratch = np.empty(group // items_a_word * LANES, np.uint64)
     weights = np.zeros(group * LANES, np.float32)
     words = np.empty(group // CODES_PER_WORD * LANES, np.uint32)
     segment_scale = np.ones(group // segment * LANES, np.float32)
-    lane_row = np.empty(LANES, np.int64)
     largest = np.empty(LANES, np.float32)
     scale = np.empty(LANES, np.float32)
     lane_sq = np.empty(LANES, np.float32)
@@ -51,11 +50,12 @@ def quantize_tiles(
     # Counted along instead of divided for: two divisions a group would cost as much as rounding it.
     block_of = np.arange(groups_a_row * parts) * segment // block_columns
     row, group_in_row, block_row = 0, 0, 0
+    row_done, groups_done = 0, 0
+    row_sq, row_energy, row_max, row_clipped = 0.0, 0.0, np.float32(0), 0
     for tile in range((scale_bits.shape[0] + LANES - 1) // LANES):
         first = tile * LANES
         lanes = min(LANES, scale_bits.shape[0] - first)
         for lane in range(lanes):
-            lane_row[lane] = row
             for part in range(parts):
                 segment_scale[part * LANES + lane] = scales[block_row, block_of[group_in_row * parts + part]]
             group_in_row += 1
@@ -77,14 +77,20 @@ def quantize_tiles(
         if grid.shape[0]:
             search_scale(weights, largest, grid, signed, power, scale, rows, state)
         round_tile(weights, scale, words, lane_sq, lane_energy, lane_max, lane_clipped)
+        for k in range(words_a_group):
+            for lane in range(lanes):
+                packed[(first + lane) * words_a_group + k] = words[k * LANES + lane]
         for lane in range(lanes):
-            index = first + lane
-            for k in range(words_a_group):
-                packed[index * words_a_group + k] = words[k * LANES + lane]
-            scale_bits[index] = round_bf16_bits(scale[lane])
-            to = lane_row[lane]
-            sq_error[to] += np.float64(lane_sq[lane])
-            energy[to] += np.float64(lane_energy[lane])
-            max_error[to] = max(max_error[to], lane_max[lane])
-            clipped[to] += lane_clipped[lane]
+            scale_bits[first + lane] = round_bf16_bits(scale[lane])
+            row_sq += np.float64(lane_sq[lane])
+            row_energy += np.float64(lane_energy[lane])
+            row_max = max(row_max, lane_max[lane])
+            row_clipped += lane_clipped[lane]
+            groups_done += 1
+            if groups_done == groups_a_row:
+                sq_error[row_done], energy[row_done] = row_sq, row_energy
+                max_error[row_done], clipped[row_done] = row_max, row_clipped
+                row_sq, row_energy, row_max, row_clipped = 0.0, 0.0, np.float32(0), 0
+                groups_done = 0
+                row_done += 1
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def scan_checkpoint(folder: Path) -> CheckpointScan:
 
     Raises UsageError if there is no such folder, and as `read_config` and `read_index`.
     """
-    if not folder.is_dir():
+    # Not Path.is_dir, which raises for a name that is too long.
+    if not os.path.isdir(folder):
         raise UsageError(
             f"there is no checkpoint folder {folder}",
             remedy="name a folder, or a Hub repository as org/name@revision",

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short  # hostile values can be megabytes long
 from typing import Any
 
 from memopt.compressor.checkpoint.dtypes import ITEM_SIZE_BYTES, tensor_size_bytes
@@ -103,9 +104,9 @@ def _entry(name: str, value: Any, file: str) -> TensorHeader:
             f"dtype {dtype!r} is not supported", tensor=name, file=file, remedy=f"known: {', '.join(ITEM_SIZE_BYTES)}"
         )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(n) for n in shape):
-        raise HeaderError(f"shape {shape!r} is not a short list of sizes", tensor=name, file=file)
+        raise HeaderError(f"shape {short(shape)} is not a short list of sizes", tensor=name, file=file)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
-        raise HeaderError(f"data_offsets {offsets!r} is not two sizes", tensor=name, file=file)
+        raise HeaderError(f"data_offsets {short(offsets)} is not two sizes", tensor=name, file=file)
     start, end = offsets
     size_bytes = tensor_size_bytes(dtype, tuple(shape))
     if end - start != size_bytes:

@@ -25,7 +25,11 @@ def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
             f"there is no {path.name} in {path.parent}", remedy="point at a whole checkpoint folder"
         ) from None
     except OSError as problem:
-        error = LayoutError if problem.errno in {errno.ENXIO, errno.ELOOP, errno.ENOTDIR} else MemoptIOError
+        error = (
+            LayoutError
+            if problem.errno in {errno.ENXIO, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG}
+            else MemoptIOError
+        )
         raise error(f"cannot open: {problem.strerror}", file=str(path)) from None
     try:
         status = os.fstat(descriptor)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor
+from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.disk_errors import read_error
+from memopt.compressor.checkpoint.header import LENGTH_SIZE_BYTES
+from memopt.compressor.checkpoint.open_file import read_exactly
 from memopt.errors import LayoutError, SourceChangedError, TruncatedError
 
 
@@ -21,6 +24,11 @@ class FileStamp:
     modified_ns: int
 
 
+def _header_digest(descriptor: int, size_bytes: int) -> str:
+    length = int.from_bytes(read_exactly(descriptor, LENGTH_SIZE_BYTES, 0), "little")
+    return hashlib.sha256(read_exactly(descriptor, min(LENGTH_SIZE_BYTES + length, size_bytes), 0)).hexdigest()
+
+
 class SourceReader:
     """Open files of a checkpoint. Reads are positional, so one reader serves every worker thread."""
 
@@ -30,12 +38,12 @@ class SourceReader:
         self.stamps: dict[str, FileStamp] = {}
         try:
             for name, file in checkpoint.files.items():
-                self._open(name, file.size_bytes)
+                self._open(name, file)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, name: str, size_bytes: int) -> None:
+    def _open(self, name: str, file: WeightFile) -> None:
         try:
             descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as problem:
@@ -44,8 +52,12 @@ class SourceReader:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise LayoutError("is not a regular file", file=name)
-        if status.st_size != size_bytes:
-            raise SourceChangedError(f"has {status.st_size:,} bytes now, {size_bytes:,} when it was planned", file=name)
+        if status.st_size != file.size_bytes:
+            raise SourceChangedError(
+                f"has {status.st_size:,} bytes now, {file.size_bytes:,} when it was planned", file=name
+            )
+        if _header_digest(descriptor, status.st_size) != file.header_sha256:
+            raise SourceChangedError("its header was changed since it was planned", file=name)
         self.stamps[name] = FileStamp(status.st_size, status.st_mtime_ns)
 
     def read_into(self, tensor: StoredTensor, offset: int, buffer: memoryview) -> None:

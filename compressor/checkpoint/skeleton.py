@@ -7,12 +7,21 @@ from collections.abc import Iterator
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.dtypes import tensor_size_bytes
 from memopt.compressor.checkpoint.model_config import ModelConfig
-from memopt.compressor.checkpoint.source_tensor import PACKED, SCALE, SCALE_INV, SHAPE, WEIGHT, SourceFormat, ceil_div
+from memopt.compressor.checkpoint.source_tensor import (
+    PACKED,
+    SCALE,
+    SCALE_INV,
+    SHAPE,
+    WEIGHT,
+    SourceFormat,
+    ceil_div,
+    declared_block,
+)
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.roles import Role, TensorSpec
 from memopt.compressor.families.text_config import parse_text_config
 from memopt.errors import UnsupportedError
-from memopt.kernels.layout import CODES_PER_WORD, FP8_BLOCK_COLUMNS, FP8_BLOCK_ROWS, INT4_BITS
+from memopt.kernels.layout import CODES_PER_WORD, INT4_BITS, INT4_GROUP_SIZES
 
 SKELETON_FILE = "model.safetensors"
 
@@ -31,16 +40,18 @@ def published_format(config: ModelConfig) -> tuple[SourceFormat, int]:
         if weights.get("type") == "float" and weights.get("strategy") == "channel":
             return SourceFormat.FP8_CHANNEL, 0
         group_size = weights.get("group_size")
-        if weights.get("type") == "int" and weights.get("num_bits") == INT4_BITS and isinstance(group_size, int):
+        if weights.get("type") == "int" and weights.get("num_bits") == INT4_BITS and group_size in INT4_GROUP_SIZES:
             return SourceFormat.INT4_PACKED, group_size
     raise UnsupportedError(
         f"quantization {quantization.get('quant_method')!r} {quantization.get('format')!r} is not known",
         file="config.json",
-        remedy="known: fp8 blocks, compressed-tensors FP8 channels, compressed-tensors INT4 groups",
+        remedy="known: fp8 blocks, compressed-tensors FP8 channels, compressed-tensors INT4 groups of 32, 64 or 128",
     )
 
 
-def _parts(spec: TensorSpec, form: SourceFormat, group_size: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _parts(
+    spec: TensorSpec, form: SourceFormat, group_size: int, block: tuple[int, int]
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype, shape) of each stored tensor of one logical tensor."""
     base = spec.name.removesuffix(WEIGHT)
     is_int4 = form is SourceFormat.INT4_PACKED and spec.role is Role.ROUTED_EXPERT
@@ -54,7 +65,7 @@ def _parts(spec: TensorSpec, form: SourceFormat, group_size: int) -> Iterator[tu
         rows, columns = spec.shape
         yield spec.name, "F8_E4M3", spec.shape
         if form is SourceFormat.FP8_BLOCK:
-            yield base + SCALE_INV, "F32", (ceil_div(rows, FP8_BLOCK_ROWS), ceil_div(columns, FP8_BLOCK_COLUMNS))
+            yield base + SCALE_INV, "F32", (ceil_div(rows, block[0]), ceil_div(columns, block[1]))
         else:
             yield base + SCALE, "F32", (rows, 1)
     else:
@@ -68,12 +79,13 @@ def skeleton_checkpoint(config: ModelConfig) -> Checkpoint:
     """
     family, text = family_of(config), parse_text_config(config)
     form, group_size = published_format(config)
+    block = declared_block(config)
     tensors: dict[str, StoredTensor] = {}
     position = 0
     for spec in family.expected(text):
         if spec.role is Role.LM_HEAD and text.tie_word_embeddings:
             continue
-        for name, dtype, shape in _parts(spec, form, group_size):
+        for name, dtype, shape in _parts(spec, form, group_size, block):
             size_bytes = tensor_size_bytes(dtype, shape)
             tensors[name] = StoredTensor(name, SKELETON_FILE, dtype, shape, position, size_bytes)
             position += size_bytes

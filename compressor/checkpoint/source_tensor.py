@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor
+from memopt.compressor.checkpoint.model_config import CONFIG_NAME, ModelConfig
 from memopt.compressor.families.family import Family
 from memopt.compressor.families.roles import TensorSpec
 from memopt.compressor.families.text_config import TextConfig
-from memopt.errors import MemoptError, MissingTensorError, ShapeError, UnknownTensorError, UnsupportedError
+from memopt.errors import ConfigError, MemoptError, MissingTensorError, ShapeError, UnknownTensorError, UnsupportedError
 from memopt.kernels.layout import CODES_PER_WORD, FP8_BLOCK_COLUMNS, FP8_BLOCK_ROWS
 
 WEIGHT = ".weight"
@@ -186,12 +187,14 @@ def _assemble(spec: TensorSpec, parts: dict[str, StoredTensor], block: tuple[int
     return SourceTensor(spec, SourceFormat.PLAIN, weight)
 
 
-def declared_block(checkpoint: Checkpoint) -> tuple[int, int]:
-    """The FP8 block that config.json declares, else 128 x 128."""
-    declared = (checkpoint.config.quantization or {}).get("weight_block_size")
-    if isinstance(declared, list) and len(declared) == 2 and all(isinstance(n, int) and n > 0 for n in declared):
+def declared_block(config: ModelConfig) -> tuple[int, int]:
+    """The FP8 block that config.json declares, 128 x 128 if it is silent; ConfigError if it is no block."""
+    declared = (config.quantization or {}).get("weight_block_size")
+    if declared is None:
+        return FP8_BLOCK_ROWS, FP8_BLOCK_COLUMNS
+    if isinstance(declared, list) and len(declared) == 2 and all(type(n) is int and n > 0 for n in declared):
         return declared[0], declared[1]
-    return FP8_BLOCK_ROWS, FP8_BLOCK_COLUMNS
+    raise ConfigError("weight_block_size must be two positive integers", file=CONFIG_NAME)
 
 
 def scan_source(checkpoint: Checkpoint, family: Family, text: TextConfig) -> SourceScan:
@@ -205,7 +208,7 @@ def scan_source(checkpoint: Checkpoint, family: Family, text: TextConfig) -> Sou
         base = logical_name(name)
         suffix = name.removeprefix(base.removesuffix(WEIGHT)) if base.endswith(WEIGHT) else WEIGHT
         stored.setdefault(base, {})[suffix] = tensor
-    block = declared_block(checkpoint)
+    block = declared_block(checkpoint.config)
     tensors: list[SourceTensor] = []
 
     def take(spec: TensorSpec, parts: dict[str, StoredTensor]) -> None:
@@ -227,7 +230,7 @@ def scan_source(checkpoint: Checkpoint, family: Family, text: TextConfig) -> Sou
                 )
             )
     for name, parts in sorted(stored.items()):
-        first = next(iter(parts.values()))
+        first = parts.get(WEIGHT) or next(iter(parts.values()))
         extra = family.extra(name, first.shape)
         if extra is not None:
             take(extra, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+# Escapes of half a character. As a name it can be neither printed nor written to a file.
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _refuse_half_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _StrictJsonError("a string holds an unpaired surrogate") from None
+
+
 def _refuse_constant(text: str) -> Any:
     raise _StrictJsonError(f"{text} is not JSON")
 
@@ -33,6 +45,8 @@ def parse_json_object(raw: bytes, file: str, error: type[MalformedError]) -> dic
     """Parse `raw` as one UTF-8 JSON object; raise `error` naming `file` for anything else."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
+        if _SURROGATE_ESCAPE.search(raw):
+            _refuse_half_characters(value)
     except (UnicodeDecodeError, ValueError, RecursionError) as problem:
         reason = "nesting is too deep" if isinstance(problem, RecursionError) else str(problem)
         raise error(f"not strict JSON: {reason}", file=file, remedy="fetch the file again") from None

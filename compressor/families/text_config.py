@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from pydantic.types import NonNegativeInt
 
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME, ModelConfig
 from memopt.errors import ConfigError
 
+# Sanity bounds: eleven times Kimi K2's 61 x 384. A config is read before its size is known to be true.
 MAX_LAYERS = 4096
-MAX_EXPERTS = 65536
+MAX_EXPERTS_IN_ALL = 2**18
 
 
 class TextConfig(BaseModel):
     """Sizes of the text model, in elements, heads, layers or experts. Fields that a family lacks stay None."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -41,7 +44,7 @@ class TextConfig(BaseModel):
     index_head_dim: PositiveInt | None = None
     index_topk_freq: PositiveInt | None = None
     index_skip_topk_offset: NonNegativeInt | None = None
-    indexer_types: tuple[str, ...] | None = None
+    indexer_types: Annotated[tuple[str, ...] | None, Field(strict=False)] = None
 
     def require(self, *fields: str) -> None:
         """Raise ConfigError unless every one of `fields` has a value."""
@@ -58,10 +61,11 @@ def parse_text_config(config: ModelConfig) -> TextConfig:
         first = problem.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{field}: {first['msg'].lower()}", file=CONFIG_NAME, remedy="complete config.json") from None
-    if text.num_hidden_layers > MAX_LAYERS or text.n_routed_experts > MAX_EXPERTS:
+    num_layers = text.num_hidden_layers + text.num_nextn_predict_layers
+    if num_layers > MAX_LAYERS or num_layers * text.n_routed_experts > MAX_EXPERTS_IN_ALL:
         raise ConfigError(
-            f"{text.num_hidden_layers} layers of {text.n_routed_experts} experts: "
-            f"at most {MAX_LAYERS} and {MAX_EXPERTS} are read",
+            f"{num_layers:,} layers (num_hidden_layers and num_nextn_predict_layers) of {text.n_routed_experts:,} "
+            f"experts (n_routed_experts): at most {MAX_LAYERS:,} and {MAX_EXPERTS_IN_ALL:,} in all are read",
             file=CONFIG_NAME,
         )
     return text

@@ -17,20 +17,20 @@ from memopt.cli.output import print_verdict, refusals
 def inspect_command(source: str, as_json: bool) -> None:
     """Tell family, formats, sizes, tensor-parallel degrees and problems of SRC, a folder or org/name@revision.
 
-    Reads headers only. Exits 6 when the checkpoint has problems.
+    Reads headers only. With problems, exits with the code of the first (6 for a missing file).
     """
     with refusals("inspect", as_json=as_json):
         from memopt.compressor.api import inspect
 
         found = inspect(source)
+        exit_code = problem_exit_code(found.problems[0].code) if found.problems else 0
         if as_json:
-            print_verdict("inspect", asdict(found))
+            print_verdict("inspect", asdict(found), exit_code=exit_code)
         else:
             from memopt.cli.tables import make_console, print_inspection
 
             print_inspection(make_console(), found)
-    if found.problems:
-        sys.exit(problem_exit_code(found.problems[0].code))
+    sys.exit(exit_code)
 
 
 def problem_exit_code(code: str) -> int:

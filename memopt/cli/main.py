@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
 import click
 
-from memopt.errors import ExitCode
+from memopt.cli.output import refuse
+from memopt.errors import InterruptedRunError, MemoptError, UsageError
 from memopt.version import __version__
 
 # Command -> module that defines it; loaded only when asked for, so that `memopt verify` never waits for numba.
@@ -39,18 +41,25 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point; an unexpected error is one line and exit code 1, with the traceback only under MEMOPT_TRACEBACK."""
-    try:
-        cli(prog_name="memopt")
-    except Exception as problem:
-        import os
+    """Entry point: whatever goes wrong is one line (and, with --json, one verdict) and its exit code, no traceback.
 
+    A wrong call is MEMOPT_USAGE. An unexpected error is MEMOPT_INTERNAL; MEMOPT_TRACEBACK=1 shows where it came from.
+    """
+    try:
+        cli(prog_name="memopt", standalone_mode=False)
+        return
+    except click.exceptions.NoArgsIsHelpError as problem:
+        problem.show()
+        sys.exit(problem.exit_code)
+    except click.UsageError as problem:
+        context = problem.ctx
+        command = (context.info_name or "") if context is not None and context.parent is not None else ""
+        error: MemoptError = UsageError(problem.format_message(), remedy=f"see `{f'memopt {command}'.strip()} --help`")
+    except click.Abort:
+        command, error = "", InterruptedRunError("stopped before anything was written")
+    except Exception as problem:
         if os.environ.get("MEMOPT_TRACEBACK"):
             raise
-        reason = " ".join(str(problem).split())
-        click.echo(
-            f"memopt: MEMOPT_INTERNAL: {type(problem).__name__}: {reason} "
-            "(a bug: please report it, with MEMOPT_TRACEBACK=1 set for details)",
-            err=True,
-        )
-        sys.exit(int(ExitCode.INTERNAL))
+        remedy = "a bug: please report it, with MEMOPT_TRACEBACK=1 set for details"
+        command, error = "", MemoptError(f"{type(problem).__name__}: {problem}", remedy=remedy)
+    refuse(command, error, as_json="--json" in sys.argv[1:], exit_code=int(error.exit_code))

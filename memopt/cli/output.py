@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from memopt.errors import ExitCode, MemoptError
+from memopt.errors import ExitCode, InterruptedRunError, MemoptError, MemoptIOError
 
 VERDICT_SCHEMA = "memopt.verdict/1"
 SIGTERM_EXIT = 128 + signal.SIGTERM
@@ -37,12 +38,21 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def print_verdict(command: str, fields: dict[str, Any]) -> None:
-    """The machine-readable verdict of a command that succeeded, on standard output."""
-    click.echo(json.dumps({"schema": VERDICT_SCHEMA, "command": command, "status": "ok", "exit_code": 0, **fields}))
+def print_verdict(command: str, fields: dict[str, Any], *, exit_code: int = 0) -> None:
+    """The machine-readable verdict of a command that did its work, on standard output; `exit_code` is its own."""
+    status = "ok" if exit_code == ExitCode.OK else "refused"
+    click.echo(
+        json.dumps({"schema": VERDICT_SCHEMA, "command": command, "status": status, "exit_code": exit_code, **fields})
+    )
 
 
-def _refuse(command: str, error: MemoptError, *, as_json: bool, exit_code: int) -> NoReturn:
+def one_line(text: str) -> str:
+    """`text` without line breaks and without control characters, which a hostile tensor name may hold."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+
+
+def refuse(command: str, error: MemoptError, *, as_json: bool, exit_code: int) -> NoReturn:
+    """End with one line on standard error, and a verdict on standard output if it is asked for."""
     if as_json:
         verdict = {
             "schema": VERDICT_SCHEMA,
@@ -56,7 +66,7 @@ def _refuse(command: str, error: MemoptError, *, as_json: bool, exit_code: int) 
             "file": error.file,
         }
         click.echo(json.dumps(verdict))
-    click.echo(f"memopt {command}: {error.code}: {' '.join(str(error).split())}", err=True)
+    click.echo(f"{f'memopt {command}'.strip()}: {error.code}: {one_line(str(error))}", err=True)
     sys.exit(exit_code)
 
 
@@ -72,16 +82,21 @@ def refusals(command: str, *, as_json: bool) -> Iterator[None]:
     previous = signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
+        sys.stdout.flush()
     except MemoptError as error:
         code = SIGTERM_EXIT if terminated and error.exit_code == ExitCode.INTERRUPTED else int(error.exit_code)
-        _refuse(command, error, as_json=as_json, exit_code=code)
+        refuse(command, error, as_json=as_json, exit_code=code)
     except KeyboardInterrupt:
-        click.echo(f"memopt {command}: MEMOPT_INTERRUPTED: stopped before anything was written", err=True)
-        sys.exit(SIGTERM_EXIT if terminated else int(ExitCode.INTERRUPTED))
+        stopped = InterruptedRunError("stopped before anything was written")
+        code = SIGTERM_EXIT if terminated else int(ExitCode.INTERRUPTED)
+        refuse(command, stopped, as_json=as_json, exit_code=code)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing to say, and nobody to say it to.
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(int(ExitCode.OK))
+    except OSError as problem:
+        failed = MemoptIOError(problem.strerror or str(problem), file=str(problem.filename or "") or None)
+        refuse(command, failed, as_json=as_json, exit_code=int(failed.exit_code))
     finally:
         signal.signal(signal.SIGTERM, previous)
 

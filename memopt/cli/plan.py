@@ -61,7 +61,8 @@ def build_options(
     from memopt.compressor.plan import PlanOptions
     from memopt.compressor.units import DEFAULT_MAX_FILE_BYTES
 
-    return PlanOptions(max_file_size or DEFAULT_MAX_FILE_BYTES, tensor_parallel, allow_code, release_name)
+    max_file_bytes = DEFAULT_MAX_FILE_BYTES if max_file_size is None else max_file_size
+    return PlanOptions(max_file_bytes, tensor_parallel, allow_code, release_name)
 
 
 def plan_fields(plan: Any, sizes: dict[str, int], guess: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,12 @@ from memopt.compressor.pipeline import RunResult
 from memopt.compressor.progress import Progress
 
 PLAIN_INTERVAL_SECONDS = 10.0
+
+
+def _say(line: str) -> None:
+    # The work goes on when the log's reader went away (`2>&1 | head`).
+    with suppress(BrokenPipeError):
+        click.echo(line, err=True)
 
 
 class PlainProgress:
@@ -31,18 +37,17 @@ class PlainProgress:
             return
         self._last = now
         left = "" if progress.remaining_seconds is None else f", {duration_text(progress.remaining_seconds)} left"
-        click.echo(
+        _say(
             f"{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)},"
             f" {progress.rate_bytes_per_second / 1e9:.2f} GB/s{left},"
-            f" file {progress.num_done_units} of {progress.num_units} done: {progress.current_unit}",
-            err=True,
+            f" file {progress.num_done_units} of {progress.num_units} done: {progress.current_unit}"
         )
 
     def download(self, stage: str, file: str, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._last >= PLAIN_INTERVAL_SECONDS or done == total:
             self._last = now
-            click.echo(f"{stage} {size_text(done)} of {size_text(total)}: {file}", err=True)
+            _say(f"{stage} {size_text(done)} of {size_text(total)}: {file}")
 
 
 class BarProgress:

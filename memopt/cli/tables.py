@@ -15,10 +15,18 @@ MAX_LISTED_PROBLEMS = 20
 MAX_LISTED_FILES = 12
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # rich would end with exit code 1; `refusals` knows what to do.
+        raise
+
+
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that does not cut lines when its output is not a terminal."""
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, soft_wrap=True, width=160)
+    """A console that takes text as it is (no markup) and does not cut lines when its output is not a terminal."""
+    console = _Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    if console.is_terminal:
+        return console
+    return _Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=160)
 
 
 def _table(*columns: str, title: str) -> Table:
@@ -49,7 +57,7 @@ def print_inspection(console: Console, found: Inspection) -> None:
     if found.problems:
         console.print(f"\n{len(found.problems):,} problems")
         for problem in found.problems[:MAX_LISTED_PROBLEMS]:
-            console.print(f"  {problem.code}  {problem.message}", markup=False)
+            console.print(f"  {problem.code}  {problem.message}")
         if len(found.problems) > MAX_LISTED_PROBLEMS:
             console.print(f"  and {len(found.problems) - MAX_LISTED_PROBLEMS:,} more (--json lists all)")
     else:
@@ -63,14 +71,14 @@ def print_plan(console: Console, plan: Plan, sizes: dict[str, int], guess: Estim
     names = [*sizes]
     shown = names if len(names) <= MAX_LISTED_FILES else [*names[: MAX_LISTED_FILES // 2], "", *names[-4:]]
     for name in shown:
-        console.print(f"  {name:<44} {sizes[name]:>18,} B" if name else "  … (--json lists all)", markup=False)
+        console.print(f"  {name:<44} {sizes[name]:>18,} B" if name else "  … (--json lists all)")
     for skipped in plan.skipped_files:
-        console.print(f"  not copied: {skipped.name} ({skipped.reason})", markup=False)
+        console.print(f"  not copied: {skipped.name} ({skipped.reason})")
     engines = ", ".join(plan.recipe.engines) or "none promised"
     console.print(f"\nEngine lint: passes for {engines}; tensor-parallel {plan.tensor_parallel} divides")
     for note in plan.notes:
         module = f" ({note.module})" if note.module else ""
-        console.print(f"  {note.engine}: {note.message}{module}", markup=False)
+        console.print(f"  {note.engine}: {note.message}{module}")
     console.print(f"\nsource      {size_text(plan.source.size_bytes)} in {len(plan.source.tensors):,} tensors")
     console.print(
         f"output      {size_text(plan.weights_size_bytes)} of weights, {size_text(sum(sizes.values()))} in all"

@@ -1,0 +1,60 @@
+# `make demo` and `make test` need Python 3.11+ and git only: each makes .venv if it is absent.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+DEMO_SOURCE := examples/tiny-glm5-fp8
+DEMO_OUTPUT := demo-output/tiny-glm5-int4
+
+.PHONY: demo test test-all lint types bench bench-memory bench-quality test-vllm clean
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	$(PIP) -e '.[test,lint]'
+	touch $@
+
+demo: $(VENV)/.runtime
+	rm -rf $(DEMO_OUTPUT)
+	$(BIN)/memopt inspect $(DEMO_SOURCE)
+	@echo
+	$(BIN)/memopt plan $(DEMO_SOURCE) --recipe glm-5.2-int4
+	@echo
+	$(BIN)/memopt compress $(DEMO_SOURCE) $(DEMO_OUTPUT) --recipe glm-5.2-int4
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy follows the folders as they are installed, not as they stand: an installed copy is checked.
+types: $(VENV)/.test
+	rm -rf build/typed
+	$(PIP) --no-deps --target build/typed .
+	cd build/typed && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p memopt
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/compress.py
+
+bench-memory: $(VENV)/.test
+	$(BIN)/python benchmarks/memory.py
+
+bench-quality: $(VENV)/.test
+	$(BIN)/python benchmarks/scale_search.py
+	$(BIN)/python benchmarks/perplexity.py
+
+# Optional: vLLM's CPU build, in a virtual environment of its own (gigabytes).
+test-vllm: $(VENV)/.test
+	bash tests/vllm/run.sh
+
+clean:
+	rm -rf $(VENV) .venv-vllm build *.egg-info demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
