@@ -116,7 +116,9 @@ def main() -> None:
         hash_input_rate = hash_rate / 0.5625
         print(f"plain torch        {torch_rate / GB:6.3f} GB/s ({torch_bytes / 2**30:.2f} GiB, all cores)")
         print(f"memcpy             {copy_rate / GB:6.2f} GB/s (one core)")
-        print(f"SHA-256 of output  {hash_input_rate / GB:6.2f} GB/s of input ({hash_rate / GB:.2f} GB/s of output, one core)")
+        print(
+            f"SHA-256 of output  {hash_input_rate / GB:6.2f} GB/s of input ({hash_rate / GB:.2f} GB/s of output, one core)"
+        )
         for scale in ("absmax", "mse", "mse-signed"):
             for workers in arguments.workers:
                 best = min(compress_seconds(work / "source", work / "out", scale, workers) for _ in range(3))

@@ -91,5 +91,3 @@ def _contents(tensor: TensorHeader, table: np.ndarray, generator: np.random.Gene
     if tensor.dtype == "F32":
         return (generator.random(tensor.size_bytes // 4, dtype=np.float32) * 1e-4 + 1e-4).tobytes()
     return bytes(tensor.size_bytes)
-
-

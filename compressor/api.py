@@ -17,7 +17,7 @@ from memopt.compressor.quantize.backend import Device, choose_backend
 from memopt.compressor.recipe import DEFAULT_RECIPES, Recipe, load_recipe
 from memopt.compressor.source import open_source, scanned_source
 from memopt.compressor.workspace import check_output_place
-from memopt.errors import ConfigError, RecipeError
+from memopt.errors import ConfigError, RecipeError, UsageError
 
 DEQUANTIZE_RECIPE = "dequantize"
 
@@ -54,9 +54,9 @@ def plan(
     `source`: a folder or Hub repository; headers alone are read. `recipe`: a shipped recipe's name, a YAML file, a
     Recipe, or None for the family's default. Raises as `build_plan`.
     """
-    with scanned_source(source) as (scan, _):
+    with scanned_source(source) as (scan, identity):
         raise_first(scan.problems)
-        return build_plan(scan.checkpoint, _recipe(recipe, scan.checkpoint.config.model_type), options)
+        return build_plan(scan.checkpoint, _recipe(recipe, scan.checkpoint.config.model_type), options, identity)
 
 
 def plan_config(
@@ -83,15 +83,19 @@ def compress(
     `workers`: threads, one unit each (None: one a core). `progress` gets a Progress, sizes in source bytes.
     The bytes written depend on source, recipe and options alone. Raises subclasses of MemoptError.
     """
-    if not str(source).startswith("hf://") and Path(source).exists():
+    if not str(source) or not str(out):
+        # Path("") is the working directory: an unset shell variable must not fill it.
+        raise UsageError(f"the {'source' if not str(source) else 'output'} has no name", remedy="name a folder")
+    if not str(source).startswith("hf://") and os.path.exists(source):
         check_output_place(Path(source), Path(out))
     opened = open_source(source, download=download)
-    built = build_plan(opened.checkpoint, _recipe(recipe, opened.checkpoint.config.model_type), options)
+    built = build_plan(
+        opened.checkpoint, _recipe(recipe, opened.checkpoint.config.model_type), options, opened.identity
+    )
     result = run_plan(
         built,
         Path(out),
         backend=choose_backend(device),
-        identity=opened.identity,
         workers=default_workers() if workers is None else workers,
         progress=progress,
         before_finish=opened.require_unchanged,

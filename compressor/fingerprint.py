@@ -19,6 +19,7 @@ def plan_fingerprint(plan: Plan) -> str:
     identity = {
         "version": __version__,
         "files": {name: [file.size_bytes, file.header_sha256] for name, file in sorted(plan.source.files.items())},
+        "source": asdict(plan.identity),
         "config_sha256": hashlib.sha256(plan.source.config.raw_bytes).hexdigest(),
         "recipe": plan.recipe.model_dump(mode="json"),
         "options": asdict(plan.options),

@@ -10,7 +10,7 @@ from memopt.compressor.checkpoint.source_tensor import SourceScan, SourceTensor,
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.text_config import parse_text_config
 from memopt.compressor.recipe import DEFAULT_RECIPES
-from memopt.compressor.release_file import SourceIdentity
+from memopt.compressor.source_identity import SourceIdentity
 from memopt.compressor.tensor_plan import FLOAT8_FORMATS
 from memopt.errors import MemoptError
 

@@ -64,6 +64,7 @@ class LintSubject:
     quantization: dict[str, Any] | None
     engines: tuple[str, ...]
     is_config_rewritten: bool
+    names_code: bool
 
     def finding(self, engines: tuple[str, ...], rule: str, message: str, module: str = "") -> Iterator[EngineNote]:
         for engine in engines:
@@ -142,7 +143,7 @@ def _config_matches_tensors(subject: LintSubject) -> Iterator[EngineNote]:
 
 
 def _ignore_list(quantization: dict[str, Any]) -> list[str]:
-    """The block's `ignore`; ConfigError unless it is a list of names and valid patterns (it may be the source's own)."""
+    """The block's `ignore`, which may be the source's own; ConfigError unless it is a list of names and patterns."""
     ignore = quantization.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
         raise ConfigError("ignore must be a list of names", file=CONFIG_NAME)
@@ -185,6 +186,12 @@ def _scale_sign(subject: LintSubject) -> Iterator[EngineNote]:
         yield EngineNote("vllm", "note", "signed-scales", SIGNED_SCALE_NOTE)
 
 
+def _code(subject: LintSubject) -> Iterator[EngineNote]:
+    if subject.names_code:
+        message = "config.json's auto_map names .py files that are not copied: use the engine's own model class"
+        yield EngineNote("transformers", "note", "auto-map", message)
+
+
 def _mtp(subject: LintSubject) -> Iterator[EngineNote]:
     if any(plan.source.spec.is_mtp for plan in subject.plans):
         yield EngineNote("transformers", "note", "mtp", "MTP layers are skipped on load; vLLM and SGLang use them")
@@ -198,6 +205,7 @@ _RULES = (
     _config_matches_tensors,
     _config_rules,
     _scale_sign,
+    _code,
     _mtp,
 )
 
@@ -208,10 +216,14 @@ def lint(
     engines: tuple[str, ...],
     *,
     is_config_rewritten: bool,
+    names_code: bool = False,
 ) -> tuple[EngineNote, ...]:
-    """Every finding, errors first. `quantization`: the block that config.json will hold."""
+    """Every finding, errors first. `quantization`: the block that config.json will hold.
+
+    `names_code`: whether config.json refers to Python files that the release will not have.
+    """
     linear = tuple(plan for plan in plans if plan.source.spec.is_linear and plan.outputs)
-    subject = LintSubject(linear, quantization, engines, is_config_rewritten)
+    subject = LintSubject(linear, quantization, engines, is_config_rewritten, names_code)
     notes = [note for rule in _RULES for note in rule(subject)]
     return tuple(sorted(notes, key=lambda note: note.severity != "error"))
 

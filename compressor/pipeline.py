@@ -25,7 +25,7 @@ from memopt.compressor.metadata_files import read_metadata
 from memopt.compressor.plan import Plan
 from memopt.compressor.progress import ProgressCallback, ProgressMeter
 from memopt.compressor.quantize.backend import QuantizeBackend
-from memopt.compressor.release_file import RELEASE_NAME, SourceIdentity, render_release
+from memopt.compressor.release_file import RELEASE_NAME, render_release
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.compressor.tensor_work import TensorWorker
 from memopt.compressor.units import Unit
@@ -69,12 +69,12 @@ class _CancelledError(Exception):
     """Raised inside workers once another one has failed."""
 
 
-def planned_sizes(plan: Plan, identity: SourceIdentity) -> dict[str, int]:
+def planned_sizes(plan: Plan) -> dict[str, int]:
     """Every output file and its exact size in bytes."""
     sizes = {file.name: file.size_bytes for file in plan.small_files}
     sizes |= {unit.file_name: unit.size_bytes for unit in plan.units}
     sizes[LEDGER_NAME] = plan.ledger_size_bytes()
-    sizes[RELEASE_NAME] = len(render_release(plan, identity))
+    sizes[RELEASE_NAME] = len(render_release(plan))
     return sizes
 
 
@@ -83,7 +83,6 @@ def run_plan(
     out: Path,
     *,
     backend: QuantizeBackend,
-    identity: SourceIdentity | None = None,
     workers: int = 1,
     progress: ProgressCallback | None = None,
     before_finish: Callable[[], None] | None = None,
@@ -101,10 +100,9 @@ def run_plan(
         raise UsageError("a plan from a config alone has no weights", remedy="name a checkpoint folder")
     if workers < 1:
         raise UsageError(f"{workers} workers do nothing", remedy="use 1 or more")
-    identity = identity or SourceIdentity()
     fingerprint = plan_fingerprint(plan)
     check_output_place(folder, out)
-    sizes = planned_sizes(plan, identity)
+    sizes = planned_sizes(plan)
     if is_complete(out, fingerprint):
         remove_leftovers(out)
         _check_sizes(out, sizes)
@@ -129,7 +127,7 @@ def run_plan(
         reader.require_unchanged()
         if before_finish is not None:
             before_finish()
-        errors = _finish(plan, identity, workspace, records, sizes)
+        errors = _finish(plan, workspace, records, sizes)
     return _result(plan, out, sizes, errors, num_resumed, started, was_complete=False)
 
 
@@ -282,7 +280,7 @@ def _write_unit(unit: Unit, worker: TensorWorker, workspace: Workspace) -> UnitR
 
 
 def _finish(
-    plan: Plan, identity: SourceIdentity, workspace: Workspace, records: dict[int, UnitRecord], sizes: dict[str, int]
+    plan: Plan, workspace: Workspace, records: dict[int, UnitRecord], sizes: dict[str, int]
 ) -> dict[str, ErrorFigures]:
     """Read back every header, write ledger and release.json, compare every size with the plan, drop the state."""
     errors: dict[str, ErrorFigures] = {}
@@ -298,7 +296,7 @@ def _finish(
     lines += [ledger_line(ledger_row(tensor, "", {}, None)) for tensor in plan.tensors if not tensor.outputs]
     ledger = b"".join(lines)
     workspace.write_file(LEDGER_NAME, ledger)
-    release = render_release(plan, identity, ledger_sha256=hashlib.sha256(ledger).hexdigest(), errors_by_role=errors)
+    release = render_release(plan, ledger_sha256=hashlib.sha256(ledger).hexdigest(), errors_by_role=errors)
     workspace.write_file(RELEASE_NAME, release)
     _check_sizes(workspace.out, sizes)
     workspace.finish()

@@ -21,6 +21,7 @@ from memopt.compressor.lint import EngineNote, lint, raise_on_error
 from memopt.compressor.metadata_files import MetadataFile, MetadataSelection, SkippedFile, select_metadata
 from memopt.compressor.quantization_config import build_quantization_config
 from memopt.compressor.recipe import Recipe
+from memopt.compressor.source_identity import SourceIdentity
 from memopt.compressor.tensor_plan import Fate, TensorPlan, plan_tensors
 from memopt.compressor.units import DEFAULT_MAX_FILE_BYTES, Unit, build_units
 from memopt.errors import UsageError
@@ -49,6 +50,7 @@ class Plan:
     """
 
     source: Checkpoint
+    identity: SourceIdentity
     family: str
     recipe: Recipe
     options: PlanOptions
@@ -125,7 +127,12 @@ def _check_options(options: PlanOptions) -> None:
         raise UsageError(f"tensor-parallel degree {options.tensor_parallel} is not positive")
 
 
-def build_plan(checkpoint: Checkpoint, recipe: Recipe, options: PlanOptions | None = None) -> Plan:
+def build_plan(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    options: PlanOptions | None = None,
+    identity: SourceIdentity | None = None,
+) -> Plan:
     """Plan everything from headers, config and recipe alone; nothing is written and no weight is read.
 
     Raises UnsupportedError, ConfigError, MissingTensorError, UnknownTensorError, ShapeError for the checkpoint;
@@ -139,7 +146,8 @@ def build_plan(checkpoint: Checkpoint, recipe: Recipe, options: PlanOptions | No
     tensors = plan_tensors(recipe, family.name, scan.tensors)
     is_rewritten = any(plan.fate in {Fate.QUANTIZED, Fate.CONVERTED} for plan in tensors)
     quantization = build_quantization_config(tensors) if is_rewritten else checkpoint.config.quantization
-    notes = lint(tensors, quantization, recipe.engines, is_config_rewritten=is_rewritten)
+    names_code = "auto_map" in checkpoint.config.raw and not options.allow_code
+    notes = lint(tensors, quantization, recipe.engines, is_config_rewritten=is_rewritten, names_code=names_code)
     raise_on_error(notes)
     _check_tensor_parallel(tensors, options.tensor_parallel or recipe.tensor_parallel)
     units = build_units(tensors, options.max_file_bytes)
@@ -147,6 +155,7 @@ def build_plan(checkpoint: Checkpoint, recipe: Recipe, options: PlanOptions | No
     folder: Path | None = checkpoint.folder
     return Plan(
         source=checkpoint,
+        identity=identity or SourceIdentity(),
         family=family.name,
         recipe=recipe,
         options=options,

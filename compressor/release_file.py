@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -19,20 +19,6 @@ RELEASE_NAME = "release.json"
 FORMAT_VERSION = 1
 _LIBRARIES = ("numba", "numpy")
 _FIGURE_TOKEN = "\x00figure-{}\x00"
-
-
-@dataclass(frozen=True)
-class SourceIdentity:
-    """Where the source came from: a folder (nothing but its bytes), or a Hub repository at a commit.
-
-    `file_sha256`: the digests that the Hub publishes for its files, checked against what was read.
-    """
-
-    kind: str = "folder"
-    repository: str | None = None
-    revision: str | None = None
-    commit: str | None = None
-    file_sha256: tuple[tuple[str, str], ...] = ()
 
 
 def rounding_rule() -> dict[str, Any]:
@@ -53,7 +39,8 @@ def _formats_by_role(plan: Plan) -> dict[str, list[str]]:
     return {role: sorted(values) for role, values in sorted(formats.items())}
 
 
-def _source(plan: Plan, identity: SourceIdentity) -> dict[str, Any]:
+def _source(plan: Plan) -> dict[str, Any]:
+    identity = plan.identity
     published = dict(identity.file_sha256)
     files: list[dict[str, Any]] = []
     for name, file in sorted(plan.source.files.items()):
@@ -74,7 +61,6 @@ def _source(plan: Plan, identity: SourceIdentity) -> dict[str, Any]:
 
 def render_release(
     plan: Plan,
-    identity: SourceIdentity,
     *,
     ledger_sha256: str = UNKNOWN_DIGEST,
     errors_by_role: dict[str, ErrorFigures] | None = None,
@@ -95,7 +81,7 @@ def render_release(
             "family": plan.family,
             "plan_fingerprint": plan_fingerprint(plan),
         },
-        "source": _source(plan, identity),
+        "source": _source(plan),
         "recipe": plan.recipe.model_dump(mode="json"),
         "tool": {"memopt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
         "formats": {"weights": _formats_by_role(plan), "kv_cache": "chosen at run time"},

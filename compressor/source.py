@@ -20,7 +20,7 @@ from memopt.compressor.checkpoint.hub import (
 )
 from memopt.compressor.metadata_files import is_metadata_file
 from memopt.compressor.progress import DownloadCallback
-from memopt.compressor.release_file import SourceIdentity
+from memopt.compressor.source_identity import SourceIdentity
 
 
 @dataclass(frozen=True)

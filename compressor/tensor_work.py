@@ -21,11 +21,13 @@ from memopt.errors import NonFiniteError, ShapeError
 from memopt.kernels import cpu
 from memopt.kernels.checks import NonFiniteWeightError
 from memopt.kernels.int4_spec import Int4Spec
-from memopt.kernels.layout import BF16_SHIFT
+from memopt.kernels.layout import BF16_SHIFT, INT4_CODE_MIN
 from memopt.kernels.ue8m0 import decode_ue8m0
 
 # A chunk, its codes and its scales stay in a core's caches; larger ones are no faster (benchmarks/compress.py).
 CHUNK_BYTES = 2 * 2**20
+# |-8|: an INT4 scale times it must be finite.
+INT4_LARGEST_CODE = -INT4_CODE_MIN
 UE8M0_DTYPES = {"F8_E8M0", "U8"}
 SHAPE_NUMPY = {"I32": np.int32, "I64": np.int64}
 
@@ -110,17 +112,10 @@ class TensorWorker:
         if source.scale.dtype in UE8M0_DTYPES:
             scale = decode_ue8m0(raw)
         elif source.scale.dtype == "BF16":
-            scale = (raw.view(np.uint16).astype(np.uint32) << BF16_SHIFT).view(np.float32)
+            scale = _bf16_values(raw.view(np.uint16))
         else:
             scale = raw.view(np.float32)
-        bad = np.flatnonzero(~np.isfinite(scale))
-        if bad.size:
-            raise NonFiniteError(
-                f"scale {int(bad[0])} of {scale.size} is {scale[bad[0]]}",
-                tensor=source.scale.name,
-                file=source.scale.file,
-                remedy="compare the source file's SHA-256 with the publisher's and download it again",
-            )
+        _require_finite(scale, source.scale)
         rows, columns = source.weight.shape
         return scale.reshape(math.ceil(rows / source.block[0]), math.ceil(columns / source.block[1]))
 
@@ -178,6 +173,7 @@ class TensorWorker:
             raise ShapeError(f"packed words without {SCALE} or shape", tensor=source.spec.name + PACKED)
         self._check_packed_shape(source.packed_shape, (rows, columns), digests)
         scale_bits = np.frombuffer(self._small_part(source.scale, digests), np.uint16).reshape(rows, -1)
+        _require_finite(_bf16_values(scale_bits), source.scale, INT4_LARGEST_CODE)
         group = None if source.group_size == columns else source.group_size
         for chunk in self._row_chunks(source.weight, 1, digests):
             packed = chunk.data.view(np.int32).reshape(chunk.count, -1)
@@ -189,6 +185,23 @@ class TensorWorker:
         stored = np.frombuffer(self._small_part(part, digests), SHAPE_NUMPY[part.dtype])
         if tuple(stored.tolist()) != shape:
             raise ShapeError(f"holds {stored.tolist()}, config.json makes it {list(shape)}", tensor=part.name)
+
+
+def _bf16_values(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << BF16_SHIFT).view(np.float32)
+
+
+def _require_finite(scale: npt.NDArray[np.float32], part: StoredTensor, largest_code: float = 1.0) -> None:
+    """NonFiniteError naming the first scale that is not finite, or that makes `largest_code` infinite."""
+    with np.errstate(over="ignore"):
+        bad = np.flatnonzero(~np.isfinite(scale * np.float32(largest_code)))
+    if bad.size:
+        raise NonFiniteError(
+            f"scale {int(bad[0])} of {scale.size} is {scale.reshape(-1)[bad[0]]}",
+            tensor=part.name,
+            file=part.file,
+            remedy="compare the source file's SHA-256 with the publisher's and download it again",
+        )
 
 
 def _chunk_scale(

@@ -59,7 +59,7 @@ def check_output_place(source: Path, out: Path) -> None:
 
 def is_complete(out: Path, fingerprint: str) -> bool:
     """Whether `out` holds the finished release of this very plan."""
-    if (out / STATE_FOLDER).exists():
+    if os.path.exists(out / STATE_FOLDER):
         return False
     try:
         release = json.loads((out / RELEASE_NAME).read_bytes())

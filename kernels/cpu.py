@@ -14,7 +14,7 @@ from memopt.kernels.checks import NonFiniteWeightError, check_group, check_packe
 from memopt.kernels.cpu_entry import expand_fp8_entry, expand_int4_entry, quantize_entry, scaled_bits_entry
 from memopt.kernels.cpu_tile import WORD_TYPE
 from memopt.kernels.int4_spec import SCALE_GRID, BlockShape, Int4Rows, Int4Spec
-from memopt.kernels.layout import BF16_SHIFT, BITS_PER_BYTE, CODES_PER_WORD, F32_INFINITY_BITS
+from memopt.kernels.layout import BF16_INFINITY_BITS, BF16_SHIFT, BITS_PER_BYTE, CODES_PER_WORD, F32_INFINITY_BITS
 
 
 def quantize_int4(
@@ -119,14 +119,14 @@ def _first_non_finite(
 ) -> NonFiniteWeightError:
     """The error for the first weight (row-major) that is not finite as float32, or in `bf16` when that is given."""
     for row in range(weight.shape[0]):
-        if bf16 is not None:
-            bits = bf16[row].astype(np.uint32) << BF16_SHIFT
-        elif block_scale is None:
+        if block_scale is None:
             bits = weight[row].astype(np.uint32) << BF16_SHIFT
         else:
             scale = np.repeat(block_scale[row // shape.rows], shape.columns)[: weight.shape[1]]
             bits = scaled_bits_entry()(_frozen(weight[row]), scale)
         bad = (bits & F32_INFINITY_BITS) == F32_INFINITY_BITS
+        if bf16 is not None:
+            bad |= (bf16[row] & BF16_INFINITY_BITS) == BF16_INFINITY_BITS
         if bad.any():
             column = int(bad.argmax())
             at = None if block_scale is None else float(block_scale[row // shape.rows, column // shape.columns])

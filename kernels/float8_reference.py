@@ -77,8 +77,8 @@ def dequantize_float8_bf16(weight: Tensor, block_scale: Tensor, block: tuple[int
 
     Arguments and errors as for `dequantize_float8`; a product that only BF16 cannot hold is refused as well.
     """
-    values = dequantize_float8(weight, block_scale, block)
-    rounded = bf16_bits(values).view(torch.bfloat16)
+    values = weight_values(weight, block_scale, block)
+    rounded = torch.where(torch.isnan(values), values.to(torch.bfloat16), bf16_bits(values).view(torch.bfloat16))
     error = first_non_finite(rounded, weight, block_scale, block)
     if error is not None:
         raise error

@@ -40,7 +40,8 @@ def published_format(config: ModelConfig) -> tuple[SourceFormat, int]:
         if weights.get("type") == "float" and weights.get("strategy") == "channel":
             return SourceFormat.FP8_CHANNEL, 0
         group_size = weights.get("group_size")
-        if weights.get("type") == "int" and weights.get("num_bits") == INT4_BITS and group_size in INT4_GROUP_SIZES:
+        is_int4 = weights.get("type") == "int" and weights.get("num_bits") == INT4_BITS
+        if is_int4 and isinstance(group_size, int) and group_size in INT4_GROUP_SIZES:
             return SourceFormat.INT4_PACKED, group_size
     raise UnsupportedError(
         f"quantization {quantization.get('quant_method')!r} {quantization.get('format')!r} is not known",

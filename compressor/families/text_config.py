@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
-from pydantic.types import NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME, ModelConfig
 from memopt.errors import ConfigError
 
-# Sanity bounds: eleven times Kimi K2's 61 x 384. A config is read before its size is known to be true.
+# Sanity bounds, far above any model (Kimi K2: 61 layers of 384 experts): a config comes from outside.
 MAX_LAYERS = 4096
 MAX_EXPERTS_IN_ALL = 2**18
+MAX_SIZE = 2**31
+
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 
 
 class TextConfig(BaseModel):
@@ -20,30 +23,30 @@ class TextConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    moe_intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    first_k_dense_replace: NonNegativeInt
-    n_routed_experts: PositiveInt
-    n_shared_experts: NonNegativeInt = 0
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
-    num_nextn_predict_layers: NonNegativeInt = 0
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    moe_intermediate_size: Size
+    num_hidden_layers: Size
+    first_k_dense_replace: Count
+    n_routed_experts: Size
+    n_shared_experts: Count = 0
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    num_nextn_predict_layers: Count = 0
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    head_dim: PositiveInt | None = None
+    head_dim: Size | None = None
     use_qk_norm: bool = False
-    q_lora_rank: PositiveInt | None = None
-    kv_lora_rank: PositiveInt | None = None
-    qk_nope_head_dim: PositiveInt | None = None
-    qk_rope_head_dim: PositiveInt | None = None
-    v_head_dim: PositiveInt | None = None
-    index_n_heads: PositiveInt | None = None
-    index_head_dim: PositiveInt | None = None
-    index_topk_freq: PositiveInt | None = None
-    index_skip_topk_offset: NonNegativeInt | None = None
+    q_lora_rank: Size | None = None
+    kv_lora_rank: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
+    index_n_heads: Size | None = None
+    index_head_dim: Size | None = None
+    index_topk_freq: Size | None = None
+    index_skip_topk_offset: Count | None = None
     indexer_types: Annotated[tuple[str, ...] | None, Field(strict=False)] = None
 
     def require(self, *fields: str) -> None:

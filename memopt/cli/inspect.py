@@ -25,7 +25,8 @@ def inspect_command(source: str, as_json: bool) -> None:
         found = inspect(source)
         exit_code = problem_exit_code(found.problems[0].code) if found.problems else 0
         if as_json:
-            print_verdict("inspect", asdict(found), exit_code=exit_code)
+            fields = asdict(found) | ({"code": found.problems[0].code} if found.problems else {})
+            print_verdict("inspect", fields, exit_code=exit_code)
         else:
             from memopt.cli.tables import make_console, print_inspection
 

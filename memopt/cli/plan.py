@@ -37,14 +37,13 @@ def plan_command(
         from memopt.compressor import api
         from memopt.compressor.estimate import estimate
         from memopt.compressor.pipeline import planned_sizes
-        from memopt.compressor.release_file import SourceIdentity
 
         options = build_options(tensor_parallel, max_file_size, allow_code, release_name)
         if config is not None:
             plan = api.plan_config(config, recipe, options=options)
         else:
             plan = api.plan(source or "", recipe, options=options)
-        sizes = planned_sizes(plan, SourceIdentity())
+        sizes = planned_sizes(plan)
         guess = estimate(plan, workers or api.default_workers())
         if as_json:
             print_verdict("plan", plan_fields(plan, sizes, asdict(guess)))

@@ -14,7 +14,7 @@ from memopt.kernels import cpu, cpu_entry, int4_device, int4_reference
 from memopt.kernels.checks import NonFiniteWeightError
 from memopt.kernels.int4_spec import Int4Spec
 
-from .cases import as_bytes, random_source
+from kernel_cases import as_bytes, random_source
 
 SPEC = Int4Spec(32)
 
@@ -78,7 +78,7 @@ def test_wrong_dtypes_are_refused() -> None:
         cpu.quantize_int4(np.zeros((4, 64), np.float32), None, None, SPEC)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="float64"):
         cpu.quantize_int4(np.zeros((4, 64), np.uint8), np.ones((1, 1)), (128, 128), SPEC)  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match="float64"):
+    with pytest.raises(ShapeError, match="64 bits"):
         int4_device.quantize_int4(torch.zeros(4, 64, dtype=torch.float64), None, None, SPEC)
 
 
