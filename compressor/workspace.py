@@ -128,7 +128,7 @@ class Workspace:
                     remedy=f"repeat that command, or remove {self.out} to start anew",
                 )
             self.source_stamps = {
-                name: FileStamp(size, modified) for name, (size, modified) in stored["source_files"].items()
+                name: FileStamp(size, changed) for name, (size, changed) in stored["source_files"].items()
             }
             entries -= file_names
         if entries:
@@ -150,7 +150,7 @@ class Workspace:
         """Record what this run reads, before anything else is written."""
         table = {
             "fingerprint": self._fingerprint,
-            "source_files": {name: [stamp.size_bytes, stamp.modified_ns] for name, stamp in sorted(stamps.items())},
+            "source_files": {name: [stamp.size_bytes, stamp.changed_ns] for name, stamp in sorted(stamps.items())},
         }
         self._write(self._state / "plan.json", json.dumps(table).encode())
         self.source_stamps = stamps

@@ -6,6 +6,8 @@ releases the GIL, so that callers run several at once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +24,7 @@ def quantize_int4(
     block_scale: npt.NDArray[np.float32] | None,
     block: tuple[int, int] | None,
     spec: Int4Spec,
-) -> Int4Rows[npt.NDArray]:
+) -> Int4Rows[npt.NDArray[Any]]:
     """Rounds a chunk of rows to INT4.
 
     `weight` [R, C]: uint8 e4m3fn bits with `block_scale` float32 [ceil(R / rows), ceil(C / columns)] of `block` (rows,
@@ -85,14 +87,14 @@ def dequantize_int4(
     return result
 
 
-def _frozen(array: npt.NDArray) -> npt.NDArray:
-    """A contiguous, aligned, read-only view: numba then compiles one variant for files mapped into memory and others."""
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A contiguous, aligned, read-only view: so numba compiles one variant, mapped files included."""
     view = np.require(array, requirements=["C", "A"]).view()
     view.flags.writeable = False
     return view
 
 
-def _as_words(weight: npt.NDArray) -> npt.NDArray[np.uint64]:
+def _as_words(weight: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """The chunk's bytes as a flat, read-only array of 64-bit words, copied only when it is not aligned."""
     flat = np.ascontiguousarray(weight).reshape(-1)
     if flat.ctypes.data % np.dtype(WORD_TYPE).alignment:
@@ -101,7 +103,7 @@ def _as_words(weight: npt.NDArray) -> npt.NDArray[np.uint64]:
 
 
 def _check(
-    weight: npt.NDArray, block_scale: npt.NDArray | None, block: tuple[int, int] | None
+    weight: npt.NDArray[Any], block_scale: npt.NDArray[Any] | None, block: tuple[int, int] | None
 ) -> tuple[BlockShape, npt.NDArray[np.float32]]:
     if weight.dtype not in (np.uint8, np.uint16):
         raise ShapeError(f"a weight is {weight.dtype}, but uint8 (FP8 bits) or uint16 (BF16 bits) is needed")
@@ -115,7 +117,10 @@ def _check(
 
 
 def _first_non_finite(
-    weight: npt.NDArray, block_scale: npt.NDArray | None, shape: BlockShape, bf16: npt.NDArray[np.uint16] | None = None
+    weight: npt.NDArray[Any],
+    block_scale: npt.NDArray[Any] | None,
+    shape: BlockShape,
+    bf16: npt.NDArray[np.uint16] | None = None,
 ) -> NonFiniteWeightError:
     """The error for the first weight (row-major) that is not finite as float32, or in `bf16` when that is given."""
     for row in range(weight.shape[0]):

@@ -1,9 +1,10 @@
 """Searches the INT4 scale of a tile of groups over the grid, for the numba path.
 
-Gives the scale that trying every candidate in order gives (int4_reference.py, `search_scale`), with three shortcuts
+Gives the scale that trying every candidate in order gives (int4_reference.py, `search_scale`), with four shortcuts
 that cannot change it, because IEEE rounding is symmetric in sign and sums of non-negative terms never shrink:
  - error(-s) is computed as the same sum with scale and reciprocal negated;
  - a candidate is skipped when the error of the group's largest weight alone is no smaller than the best sum so far;
+ - the search ends once that holds for every group, both signs and all smaller scales (`_bound_squares`);
  - one sign stands for both while the largest weight rounds to within -7..7, where both code ranges agree.
 """
 
@@ -23,8 +24,7 @@ from memopt.kernels.layout import (
     INT4_HALF_SPAN,
 )
 
-_ZERO = np.float32(0)
-_ONE = np.float32(1)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 _INFINITY = np.float32(np.inf)
 _CODE_MIN = np.float32(INT4_CODE_MIN)
 _CODE_MAX = np.float32(INT4_CODE_MAX)
@@ -32,13 +32,9 @@ _CODE_SPAN = np.float32(-INT4_CODE_MIN)
 _HALF_SPAN = np.float32(INT4_HALF_SPAN)
 _MAGNITUDE = np.int32(F32_MAGNITUDE_MASK)
 _LARGEST = np.int32(F32_MAX_BITS)
-_SEED = np.float32(POWER_SEED)
-_SLOPE = np.float32(POWER_SLOPE)
+_SEED, _SLOPE = np.float32(POWER_SEED), np.float32(POWER_SLOPE)
 _PREFERRED, _OTHER, _GO_ON = np.int32(1), np.int32(2), np.int32(4)
-_C0 = np.float32(POWER_CUBIC[0])
-_C1 = np.float32(POWER_CUBIC[1])
-_C2 = np.float32(POWER_CUBIC[2])
-_C3 = np.float32(POWER_CUBIC[3])
+_C0, _C1, _C2, _C3 = (np.float32(c) for c in POWER_CUBIC)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -32,8 +32,8 @@ def weight_values(weight: Tensor, block_scale: Tensor | None, block: tuple[int, 
     """
     scale_shape = None if block_scale is None else tuple(block_scale.shape)
     item_bits = weight.element_size() * BITS_PER_BYTE
-    rows, columns = check_source(tuple(weight.shape), item_bits, scale_shape, block)
     bits = stored_bits(weight)
+    rows, columns = check_source(tuple(weight.shape), item_bits, scale_shape, block)
     if block_scale is None:
         return bits.to(torch.int16).view(torch.bfloat16).to(torch.float32)
     if block_scale.dtype != torch.float32:

@@ -100,11 +100,11 @@ def _round_rows(values: Tensor, group: int, spec: Int4Spec) -> Int4Rows[Tensor]:
     sums = torch.stack((_sum_in_order(difference * difference), _sum_in_order(groups * groups)))
     sq_error, energy = _row_sums(sums, rows)
     nibbles = codes.to(torch.int32) + INT4_CODE_OFFSET
-    packed = torch.zeros_like(nibbles[:, 0])
+    packed = torch.zeros(nibbles[:, 0].shape, dtype=torch.int32, device=values.device)
     for j in range(CODES_PER_WORD):
         packed |= nibbles[:, j] << (INT4_BITS * j)
     return Int4Rows(
-        packed=packed.t().contiguous().view(rows, columns // CODES_PER_WORD),
+        packed=packed.t().contiguous().reshape(-1).view(rows, columns // CODES_PER_WORD),
         scale_bits=bf16_bits(scale).view(rows, -1),
         sq_error=sq_error,
         energy=energy,
@@ -126,12 +126,12 @@ def quantize_int4(
     Arguments, errors and bytes as for `int4_reference.quantize_int4`. `weights_a_step` bounds the working memory: about
     32 bytes each, and at least one row at a time.
     """
+    stored_bits(weight[:0])
     scale_shape = None if block_scale is None else tuple(block_scale.shape)
     shape = check_source(tuple(weight.shape), weight.element_size() * BITS_PER_BYTE, scale_shape, block)
     group = check_group(weight.shape[1], spec)
     if block_scale is not None and block_scale.dtype != torch.float32:
         raise ShapeError(f"a block scale is {block_scale.dtype}, but float32 is needed", remedy="convert it first")
-    stored_bits(weight[:1])
     rows, columns = weight.shape
     step = max(weights_a_step // columns, 1)
     parts = []

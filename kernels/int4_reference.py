@@ -32,7 +32,7 @@ def pack_int4(codes: Tensor) -> Tensor:
     if codes.ndim != 2 or codes.shape[1] % CODES_PER_WORD:
         raise ShapeError(f"codes {list(codes.shape)} need 2 dimensions and columns in multiples of {CODES_PER_WORD}")
     nibbles = (codes.to(torch.int32) + INT4_CODE_OFFSET).view(codes.shape[0], -1, CODES_PER_WORD)
-    words = torch.zeros_like(nibbles[:, :, 0])
+    words = torch.zeros(nibbles.shape[:2], dtype=torch.int32, device=codes.device)
     for j in range(CODES_PER_WORD):
         words |= nibbles[:, :, j] << (INT4_BITS * j)
     return words
@@ -48,10 +48,10 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 def sum_in_order(terms: Tensor) -> Tensor:
     """float32 sums [...] of terms [..., group]: a tree within each eight, then the eights one after another."""
-    eights = terms.unflatten(-1, (-1, CODES_PER_WORD))
+    eights = terms.reshape(*terms.shape[:-1], -1, CODES_PER_WORD)
     e0, e1, e2, e3, e4, e5, e6, e7 = eights.unbind(-1)
     words = ((e0 + e1) + (e2 + e3)) + ((e4 + e5) + (e6 + e7))
-    total = words[..., 0]
+    total: Tensor = words[..., 0]
     for k in range(1, words.shape[-1]):
         total = total + words[..., k]
     return total
@@ -134,6 +134,6 @@ def dequantize_int4(packed: Tensor, scale_bits: Tensor, group_size: int | None) 
     Raises ShapeError when they do not fit.
     """
     group = check_packed(tuple(packed.shape), tuple(scale_bits.shape), group_size)
-    codes = unpack_int4(packed).to(torch.float32).unflatten(1, (-1, group))
+    codes = unpack_int4(packed).to(torch.float32).reshape(packed.shape[0], scale_bits.shape[1], group)
     values = codes * bf16_value(scale_bits.view(torch.int16))[..., None]
     return bf16_bits(values).view(torch.bfloat16).flatten(1)

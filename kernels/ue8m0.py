@@ -18,6 +18,6 @@ def decode_ue8m0(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """
     if codes.dtype != np.uint8:
         raise ShapeError(f"UE8M0 scales are {codes.dtype}, but uint8 is needed", remedy="view the bytes as uint8")
-    table = np.ldexp(np.float32(1), np.arange(UE8M0_CODES) - UE8M0_BIAS).astype(np.float32)
-    table[UE8M0_NAN] = np.nan
+    table = np.full(UE8M0_CODES, np.nan, np.float32)
+    table[:UE8M0_NAN] = np.ldexp(np.float32(1), np.arange(UE8M0_NAN) - UE8M0_BIAS)
     return table[codes]

@@ -18,10 +18,13 @@ from memopt.errors import LayoutError, SourceChangedError, TruncatedError
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What tells that a file was touched: size in bytes and modification time in nanoseconds."""
+    """What tells that a file was touched: size in bytes and time of its last change (ctime) in nanoseconds.
+
+    Not the modification time: whoever edits a file in place can set that back.
+    """
 
     size_bytes: int
-    modified_ns: int
+    changed_ns: int
 
 
 def _header_digest(descriptor: int, size_bytes: int) -> str:
@@ -58,7 +61,7 @@ class SourceReader:
             )
         if _header_digest(descriptor, status.st_size) != file.header_sha256:
             raise SourceChangedError("its header was changed since it was planned", file=name)
-        self.stamps[name] = FileStamp(status.st_size, status.st_mtime_ns)
+        self.stamps[name] = FileStamp(status.st_size, status.st_ctime_ns)
 
     def read_into(self, tensor: StoredTensor, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `offset` of `tensor`; TruncatedError, MemoptIOError."""
@@ -86,7 +89,7 @@ class SourceReader:
         """SourceChangedError if a file was touched since it was opened."""
         for name, stamp in self.stamps.items():
             now = os.fstat(self._descriptors[name])
-            if FileStamp(now.st_size, now.st_mtime_ns) != stamp:
+            if FileStamp(now.st_size, now.st_ctime_ns) != stamp:
                 raise SourceChangedError(
                     "was changed while it was read", file=name, remedy="compress from a checkpoint that stays still"
                 )

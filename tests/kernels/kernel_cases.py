@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ GROUPS = (32, 64, 128, None)
 class Source:
     """FP8 rows uint8 [R, C] with float32 scales, or BF16 rows uint16 [R, C] without."""
 
-    weight: npt.NDArray
+    weight: npt.NDArray[Any]
     scale: npt.NDArray[np.float32] | None
     block: tuple[int, int] | None
 
@@ -33,7 +34,11 @@ class Source:
 def as_bytes(rows: Int4Rows) -> dict[str, bytes]:
     """Each result's bytes, whichever library made it."""
     arrays = {field.name: getattr(rows, field.name) for field in fields(rows)}
-    return {name: (a.numpy() if isinstance(a, torch.Tensor) else a).tobytes() for name, a in arrays.items()}
+    # A view as bytes refuses a tensor that is not laid out row by row.
+    return {
+        name: (a.view(torch.uint8).numpy() if isinstance(a, torch.Tensor) else a).tobytes()
+        for name, a in arrays.items()
+    }
 
 
 def random_source(rows: int, columns: int, block: tuple[int, int], seed: int, spread: float = 1.0) -> Source:

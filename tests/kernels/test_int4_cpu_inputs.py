@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
+from kernel_cases import as_bytes, random_source
 
 from memopt.errors import AlignmentError, NonFiniteError, ShapeError, UsageError
 from memopt.kernels import cpu, cpu_entry, int4_device, int4_reference
 from memopt.kernels.checks import NonFiniteWeightError
 from memopt.kernels.int4_spec import Int4Spec
-
-from kernel_cases import as_bytes, random_source
 
 SPEC = Int4Spec(32)
 
@@ -78,7 +79,7 @@ def test_wrong_dtypes_are_refused() -> None:
         cpu.quantize_int4(np.zeros((4, 64), np.float32), None, None, SPEC)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="float64"):
         cpu.quantize_int4(np.zeros((4, 64), np.uint8), np.ones((1, 1)), (128, 128), SPEC)  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match="64 bits"):
+    with pytest.raises(ShapeError, match="float64"):
         int4_device.quantize_int4(torch.zeros(4, 64, dtype=torch.float64), None, None, SPEC)
 
 
@@ -95,5 +96,19 @@ def test_an_error_moves_with_its_chunk() -> None:
     assert "row 131, column 5" in str(error)
 
 
-def test_the_cache_key_covers_every_kernel_source() -> None:
-    assert len(cpu_entry.source_digest()) == 64
+def test_other_sources_are_another_cache_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def misses(digest: str) -> int:
+        monkeypatch.setattr(cpu_entry, "source_digest", lambda: digest)
+        entry: Any = cpu_entry.scaled_bits_entry.__wrapped__()
+        entry(np.zeros(8, np.uint8), np.ones(8, np.float32))
+        return len(entry.stats.cache_misses)
+
+    assert [misses("a"), misses("a"), misses("b"), misses("a")] == [1, 0, 1, 0]
+
+
+def test_the_cache_key_names_every_numba_file() -> None:
+    folder = Path(cpu_entry.__file__).parent
+    compiled = {file.stem for file in folder.glob("*.py") if "@njit" in file.read_text()}
+    assert compiled | {"layout", "int4_spec"} == set(cpu_entry._SOURCES)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_cases import GROUPS, NORMS, SEARCHES, Source, as_bytes, gaussian_source, random_source, sources, specs
 
 from memopt.kernels import cpu, int4_device, int4_reference
 from memopt.kernels.checks import NonFiniteWeightError
 from memopt.kernels.int4_spec import Int4Spec
-
-from kernel_cases import GROUPS, NORMS, SEARCHES, Source, as_bytes, gaussian_source, random_source, sources, specs
 
 
 def _outcome(function: Any, *arguments: Any, **options: Any) -> Any:
@@ -32,7 +31,7 @@ def _all_equal(source: Source, spec: Int4Spec) -> Any:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_bytes_any_scales(group: int | None, data: st.DataObject) -> None:
     _all_equal(data.draw(sources(group)), data.draw(specs(group)))
@@ -49,7 +48,7 @@ def test_ordinary_weights(group: int | None, search: Any, norm: Any) -> None:
     assert isinstance(_all_equal(random_source(9, 640, (1, 640), seed=4, spread=8.0), spec), dict)
 
 
-@pytest.mark.parametrize("exponent", [-149, -140, -133, -126, -100, -60, 0, 60, 100, 118])
+@pytest.mark.parametrize("exponent", [-149, -140, -133, -126, -60, 60, 118])
 @pytest.mark.parametrize("norm", NORMS)
 def test_ranges_of_float32(exponent: int, norm: Any) -> None:
     source = random_source(17, 256, (1, 256), seed=exponent + 200, spread=0.3)
