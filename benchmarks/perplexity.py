@@ -129,9 +129,8 @@ def main() -> None:
     print(f"{'weights':<12} {'perplexity':>10} {'to source':>10} {'KL, nats a token':>20} {'median':>9}")
     for row in rows:
         ratio = row.perplexity / rows[0].perplexity
-        print(
-            f"{row.name:<12} {row.perplexity:>10.3f} {ratio:>10.4f} {row.kl:>10.5f} ± {row.kl_error:.5f} {row.kl_median:>9.5f}"
-        )
+        kl = f"{row.kl:>10.5f} ± {row.kl_error:.5f} {row.kl_median:>9.5f}"
+        print(f"{row.name:<12} {row.perplexity:>10.3f} {ratio:>10.4f} {kl}")
 
 
 if __name__ == "__main__":

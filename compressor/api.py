@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from memopt.compressor.checkpoint.checkpoint import raise_first
-from memopt.compressor.checkpoint.model_config import MAX_CONFIG_SIZE_BYTES, parse_config
+from memopt.compressor.checkpoint.model_config import MAX_CONFIG_SIZE_BYTES, ModelConfig, parse_config
 from memopt.compressor.checkpoint.skeleton import skeleton_checkpoint
 from memopt.compressor.checkpoint.strict_json import read_capped
+from memopt.compressor.families.registry import family_of
 from memopt.compressor.inspection import Inspection, inspect_scan
 from memopt.compressor.pipeline import RunResult, run_plan
 from memopt.compressor.plan import Plan, PlanOptions, build_plan
@@ -17,7 +18,7 @@ from memopt.compressor.quantize.backend import Device, choose_backend
 from memopt.compressor.recipe import DEFAULT_RECIPES, Recipe, load_recipe
 from memopt.compressor.source import open_source, scanned_source
 from memopt.compressor.workspace import check_output_place
-from memopt.errors import ConfigError, RecipeError, UsageError
+from memopt.errors import ConfigError, UsageError
 
 DEQUANTIZE_RECIPE = "dequantize"
 
@@ -32,15 +33,11 @@ def inspect(source: str | Path) -> Inspection:
         return inspect_scan(scan, identity)
 
 
-def _recipe(recipe: str | Path | Recipe | None, family: str) -> Recipe:
+def _recipe(recipe: str | Path | Recipe | None, config: ModelConfig) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe is None:
-        name = DEFAULT_RECIPES.get(family)
-        if name is None:
-            raise RecipeError(f"{family} has no default recipe", remedy="name one with recipe=")
-        return load_recipe(name)
-    return load_recipe(str(recipe))
+    # An unsupported model is that, whatever recipe it has or lacks.
+    return load_recipe(DEFAULT_RECIPES[family_of(config).name] if recipe is None else str(recipe))
 
 
 def plan(
@@ -56,7 +53,7 @@ def plan(
     """
     with scanned_source(source) as (scan, identity):
         raise_first(scan.problems)
-        return build_plan(scan.checkpoint, _recipe(recipe, scan.checkpoint.config.model_type), options, identity)
+        return build_plan(scan.checkpoint, _recipe(recipe, scan.checkpoint.config), options, identity)
 
 
 def plan_config(
@@ -64,7 +61,7 @@ def plan_config(
 ) -> Plan:
     """The plan for the checkpoint that a config.json describes, without having it: names and shapes as published."""
     parsed = parse_config(read_capped(Path(config), MAX_CONFIG_SIZE_BYTES, ConfigError), Path(config).name)
-    return build_plan(skeleton_checkpoint(parsed), _recipe(recipe, parsed.model_type), options)
+    return build_plan(skeleton_checkpoint(parsed), _recipe(recipe, parsed), options)
 
 
 def compress(
@@ -89,9 +86,7 @@ def compress(
     if not str(source).startswith("hf://") and os.path.exists(source):
         check_output_place(Path(source), Path(out))
     opened = open_source(source, download=download)
-    built = build_plan(
-        opened.checkpoint, _recipe(recipe, opened.checkpoint.config.model_type), options, opened.identity
-    )
+    built = build_plan(opened.checkpoint, _recipe(recipe, opened.checkpoint.config), options, opened.identity)
     result = run_plan(
         built,
         Path(out),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME
-from memopt.compressor.families.roles import Role, TensorSpec
-from memopt.compressor.quantization_config import MIXED_PRECISION, pattern_matches
+from memopt.compressor.families.roles import Role
+from memopt.compressor.quantization_config import MIXED_PRECISION, PATTERN_PREFIX
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.errors import ConfigError, LintError
 from memopt.kernels.layout import INT4_GROUP_SIZES
@@ -37,6 +37,8 @@ NEVER_INT4 = {
     Role.MTP_PROJECTION: "eh_proj halves differ 20-30 times in scale",
     Role.MTP_HEAD: "the MTP head is always unquantized",
 }
+# Engines leave these out by themselves, whatever `ignore` says (docs/engines.md).
+IGNORED_BY_ENGINES = {Role.ROUTER, Role.MTP_PROJECTION, Role.VISION}
 # Marlin's tile: hidden size of a WNA16 MoE layer (vllm marlin_utils.py).
 MARLIN_HIDDEN_MULTIPLE = 128
 SIGNED_SCALE_NOTE = (
@@ -131,37 +133,32 @@ def _config_matches_tensors(subject: LintSubject) -> Iterator[EngineNote]:
                 yield from subject.finding(ALL_ENGINES, "undeclared-format", message, plan.source.spec.module)
                 return
         return
-    ignore = _ignore_list(quantization)
+    names, patterns = _ignore_list(quantization)
     for plan in subject.plans:
         module = plan.source.spec.module
         is_quantized = plan.is_int4 or plan.is_float8
-        if is_quantized == _is_ignored(plan.source.spec, ignore):
+        is_ignored = module in names or any(pattern.match(module) for pattern in patterns)
+        if is_quantized == is_ignored and (is_quantized or plan.source.spec.role not in IGNORED_BY_ENGINES):
             message = "is quantized but `ignore` names it" if is_quantized else "is not quantized and `ignore` lacks it"
             is_harmless = not subject.is_config_rewritten and not is_quantized
             engines = () if is_harmless else ALL_ENGINES
             yield from subject.finding(engines, "ignore-list", message, module)
 
 
-def _ignore_list(quantization: dict[str, Any]) -> list[str]:
-    """The block's `ignore`, which may be the source's own; ConfigError unless it is a list of names and patterns."""
+def _ignore_list(quantization: dict[str, Any]) -> tuple[set[str], list[re.Pattern[str]]]:
+    """Names and patterns of the block's `ignore`, which may be the source's own; ConfigError if it is no such list."""
     ignore = quantization.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
         raise ConfigError("ignore must be a list of names", file=CONFIG_NAME)
+    patterns: list[re.Pattern[str]] = []
     for entry in ignore:
+        if not entry.startswith(PATTERN_PREFIX):
+            continue
         try:
-            pattern_matches(entry, "")
+            patterns.append(re.compile(entry.removeprefix(PATTERN_PREFIX)))
         except (re.error, OverflowError, RecursionError) as problem:
             raise ConfigError(f"ignore: {entry!r} is not a regular expression: {problem}", file=CONFIG_NAME) from None
-    return ignore
-
-
-def _is_ignored(spec: TensorSpec, ignore: list[str]) -> bool:
-    # Engines leave these out by themselves, whatever the list says (docs/engines.md).
-    if spec.role in {Role.ROUTER, Role.MTP_PROJECTION, Role.VISION} and not any(
-        pattern_matches(entry, spec.module) for entry in ignore
-    ):
-        return True
-    return any(pattern_matches(entry, spec.module) for entry in ignore)
+    return set(ignore), patterns
 
 
 def _config_rules(subject: LintSubject) -> Iterator[EngineNote]:

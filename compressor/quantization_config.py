@@ -15,6 +15,7 @@ from memopt.kernels.layout import FP8_BLOCK_COLUMNS, INT4_BITS
 PACK_QUANTIZED = "pack-quantized"
 FLOAT_QUANTIZED = "float-quantized"
 MIXED_PRECISION = "mixed-precision"
+PATTERN_PREFIX = "re:"
 EXPERT_PATTERN = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
 _FP8_BITS = 8
 
@@ -40,8 +41,8 @@ _ALWAYS_IGNORED = (r"re:.*embed_tokens.*",)
 
 def pattern_matches(pattern: str, module: str) -> bool:
     """compressed-tensors' rule: "re:" patterns match from the start, anything else is the exact name."""
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
+    if pattern.startswith(PATTERN_PREFIX):
+        return re.match(pattern.removeprefix(PATTERN_PREFIX), module) is not None
     return pattern == module
 
 

@@ -132,6 +132,9 @@ class Workspace:
             }
             entries -= file_names
         if entries:
+            if os.listdir(self._state) == ["lock"]:
+                # The folder was made by this refused run: another one finished here a moment ago.
+                shutil.rmtree(self._state)
             self._refuse_foreign(entries)
         shutil.rmtree(self._state / "tmp", ignore_errors=True)
         (self._state / "tmp").mkdir()

@@ -195,6 +195,57 @@ class ShapeError(MalformedError):
     code = "MEMOPT_SHAPE"
 
 
+class FileNameError(MalformedError):
+    """A file name that could mean another file than it shows."""
+
+    code = "MEMOPT_FILE_NAME"
+
+
+class ManifestError(MalformedError):
+    """memopt.manifest.json, memopt.chunks or SHA256SUMS breaks its format."""
+
+    code = "MEMOPT_MANIFEST"
+
+
+class LedgerError(MalformedError):
+    """ledger.jsonl breaks its format."""
+
+    code = "MEMOPT_LEDGER"
+
+
+class BundleError(MalformedError):
+    """A signature bundle breaks its format."""
+
+    code = "MEMOPT_BUNDLE"
+
+
+class PolicyFileError(MalformedError):
+    """A trust policy (trust.json) breaks its format."""
+
+    code = "MEMOPT_POLICY_FILE"
+
+
+class SignatureError(MemoptError):
+    """A signature does not hold, is missing, or is by a key that is not trusted."""
+
+    code = "MEMOPT_SIGNATURE"
+    exit_code = ExitCode.SIGNATURE
+
+
+class KeyFileError(MemoptError):
+    """A key file cannot be used: passphrase, permissions, format."""
+
+    code = "MEMOPT_KEY"
+    exit_code = ExitCode.SIGNATURE
+
+
+class PolicyError(MemoptError):
+    """The trust policy forbids this release: expired, rolled back, revoked, another model, code."""
+
+    code = "MEMOPT_POLICY"
+    exit_code = ExitCode.POLICY
+
+
 class UnsupportedError(MemoptError):
     """A well-formed input that memopt does not handle."""
 

@@ -80,13 +80,20 @@ def git_blob_id(raw: bytes) -> str:
 def commit_of(folder: Path) -> str:
     """A made-up commit hash: 40 hex digits of the folder's content."""
     digest = hashlib.sha1()
-    for path in sorted(folder.iterdir()):
-        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    for name, path in files_of(folder).items():
+        digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
+def files_of(folder: Path) -> dict[str, Path]:
+    """Every file below a folder, by its name relative to it."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 class HubServer:
-    """The server: `add` repositories, switch `faults`, read `log`."""
+    """The server: `add` repositories, switch `faults`, read `log`. `handler` answers the requests."""
+
+    handler: type[_Handler]
 
     def __init__(self) -> None:
         self.faults = Faults()
@@ -95,7 +102,7 @@ class HubServer:
         self._folders: dict[tuple[str, str], Path] = {}
         self._branches: dict[tuple[str, str], list[str]] = {}
         self._listings = 0
-        handler = type("Handler", (_Handler,), {"hub": self})
+        handler = type("Handler", (self.handler,), {"hub": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
@@ -217,11 +224,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _model_info(self, repo_id: str, commit: str) -> dict[str, Any]:
         siblings: list[dict[str, Any]] = []
-        for path in sorted(self.hub.folder(repo_id, commit).iterdir()):
+        for name, path in files_of(self.hub.folder(repo_id, commit)).items():
             raw = path.read_bytes()
-            size = self.hub.faults.claimed_size.get(path.name, len(raw))
-            entry: dict[str, Any] = {"rfilename": path.name, "size": size, "blobId": git_blob_id(raw)}
-            if is_lfs(path.name):
+            size = self.hub.faults.claimed_size.get(name, len(raw))
+            entry: dict[str, Any] = {"rfilename": name, "size": size, "blobId": git_blob_id(raw)}
+            if is_lfs(name):
                 sha256 = hashlib.sha256(raw).hexdigest()
                 pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(raw)}\n".encode()
                 entry["blobId"] = git_blob_id(pointer)
@@ -231,8 +238,8 @@ class _Handler(BaseHTTPRequestHandler):
         return {"id": repo_id, "modelId": repo_id, "sha": commit, "private": False, "siblings": siblings}
 
     def _resolve(self, repo_id: str, commit: str, file: str) -> None:
-        path = self.hub.folder(repo_id, commit) / file
-        if "/" in file or not path.is_file():
+        path = files_of(self.hub.folder(repo_id, commit)).get(file)
+        if path is None:
             self._refuse(404, "EntryNotFound")
         elif is_lfs(file):
             self.send_response(302)
@@ -309,10 +316,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.record(Request(self.path, self.headers.get("range"), status, sent, token, host))
 
 
+HubServer.handler = _Handler
+
+
 @contextmanager
-def running_hub() -> Iterator[HubServer]:
+def running_hub(server: HubServer | None = None) -> Iterator[HubServer]:
     """A started server, stopped at the end."""
-    server = HubServer()
+    server = server or HubServer()
     server.start()
     try:
         yield server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from tiny_checkpoints import CONFIGS, tiny_config
@@ -75,7 +74,6 @@ def plan_of(checkpoint: Checkpoint, by: Recipe | str, **options: Any) -> Plan:
     return build_plan(checkpoint, load_recipe(by) if isinstance(by, str) else by, PlanOptions(**options))
 
 
-@cache
 def published_plan(config: str, recipe_name: str) -> Plan:
-    """The plan for a published checkpoint, made once a test process (seconds for GLM-5.2)."""
+    """The plan for a published checkpoint. Not kept: so many live objects would slow the tests after it."""
     return plan_of(published(config), recipe_name)

@@ -49,15 +49,15 @@ def _leaves_its_folder(path: str) -> bool:
     return path.startswith("/") or any(part in {"", ".", ".."} for part in path.split("/")) or "\0" in path
 
 
-def _parse_file(entry: Any, reference: HubReference) -> HubFile | None:
-    """The listed file, or None for one that memopt cannot need: in a subfolder, or with an odd name."""
+def _parse_file(entry: Any, reference: HubReference, every_file: bool) -> HubFile | None:
+    """The listed file; without `every_file` None for one in a subfolder or with an odd name: no checkpoint needs it."""
     where = f"the Hub's listing of {reference}"
     path = entry.get("rfilename") if isinstance(entry, dict) else None
     if not isinstance(path, str):
         raise MalformedError(f"{where} has an entry without a file name", remedy="check HF_ENDPOINT")
     if _leaves_its_folder(path):
         raise MalformedError(f"{where} names {path!r}, which leaves the folder", remedy="do not trust this server")
-    if not is_plain_file_name(path) or not path.isprintable():
+    if not every_file and (not is_plain_file_name(path) or not path.isprintable()):
         return None
     lfs = entry.get("lfs")
     sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
@@ -72,15 +72,18 @@ def _parse_file(entry: Any, reference: HubReference) -> HubFile | None:
     return HubFile(path, size, sha256, blob_id)
 
 
-def parse_listing(raw: bytes, reference: HubReference) -> HubListing:
-    """The listing in the Hub's JSON; MalformedError for anything odd, SourceChangedError for another commit."""
+def parse_listing(raw: bytes, reference: HubReference, *, every_file: bool = False) -> HubListing:
+    """The listing in the Hub's JSON; MalformedError for anything odd, SourceChangedError for another commit.
+
+    `every_file`: with the files in subfolders and those with odd names, whose names the caller must check.
+    """
     table = parse_json_object(raw, f"the Hub's listing of {reference}", MalformedError)
     commit, siblings = table.get("sha"), table.get("siblings")
     if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None or not isinstance(siblings, list):
         raise MalformedError(f"the Hub's listing of {reference} has no commit or no files", remedy="check HF_ENDPOINT")
     if _COMMIT.fullmatch(reference.revision) and commit != reference.revision:
         raise SourceChangedError(f"asked for {reference}, the server answered with commit {commit}")
-    files = [file for entry in siblings if (file := _parse_file(entry, reference)) is not None]
+    files = [file for entry in siblings if (file := _parse_file(entry, reference, every_file)) is not None]
     if len({file.path for file in files}) != len(files):
         raise MalformedError(f"the Hub's listing of {reference} names a file twice", remedy="check HF_ENDPOINT")
     return HubListing(reference, commit, tuple(sorted(files, key=lambda file: file.path)))

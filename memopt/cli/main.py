@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -18,6 +19,13 @@ _COMMANDS = {
     "plan": "memopt.cli.plan",
     "compress": "memopt.cli.compress",
     "dequantize": "memopt.cli.dequantize",
+    "keygen": "memopt.cli.keygen",
+    "key": "memopt.cli.key",
+    "sign": "memopt.cli.sign",
+    "verify": "memopt.cli.verify",
+    "exec": "memopt.cli.exec",
+    "push": "memopt.cli.push",
+    "pull": "memopt.cli.pull",
 }
 
 
@@ -45,6 +53,9 @@ def main() -> None:
 
     A wrong call is MEMOPT_USAGE. An unexpected error is MEMOPT_INTERNAL; MEMOPT_TRACEBACK=1 shows where it came from.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets its escape, not a fault.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         cli(prog_name="memopt", standalone_mode=False)
         return

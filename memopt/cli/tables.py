@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from memopt.cli.output import duration_text, size_text
+from memopt.cli.output import duration_text, one_line, size_text
 from memopt.compressor.estimate import Estimate
 from memopt.compressor.inspection import Inspection
 from memopt.compressor.plan import Plan
@@ -39,7 +39,7 @@ def _table(*columns: str, title: str) -> Table:
 def print_inspection(console: Console, found: Inspection) -> None:
     """Family, sizes, formats by role, degrees and problems."""
     where = f", {found.repository} at {found.commit}" if found.repository else ""
-    console.print(f"family      {found.family} ({found.architecture or found.model_type}){where}")
+    console.print(f"family      {found.family} ({one_line(found.architecture or found.model_type)}){where}")
     console.print(f"layers      {found.num_layers} + {found.num_mtp_layers} MTP")
     console.print(
         f"tensors     {found.num_stored_tensors:,} in {found.num_files} files, {found.num_weights:,} weights"
@@ -57,7 +57,7 @@ def print_inspection(console: Console, found: Inspection) -> None:
     if found.problems:
         console.print(f"\n{len(found.problems):,} problems")
         for problem in found.problems[:MAX_LISTED_PROBLEMS]:
-            console.print(f"  {problem.code}  {problem.message}")
+            console.print(f"  {problem.code}  {one_line(problem.message)}")
         if len(found.problems) > MAX_LISTED_PROBLEMS:
             console.print(f"  and {len(found.problems) - MAX_LISTED_PROBLEMS:,} more (--json lists all)")
     else:
@@ -73,7 +73,7 @@ def print_plan(console: Console, plan: Plan, sizes: dict[str, int], guess: Estim
     for name in shown:
         console.print(f"  {name:<44} {sizes[name]:>18,} B" if name else "  … (--json lists all)")
     for skipped in plan.skipped_files:
-        console.print(f"  not copied: {skipped.name} ({skipped.reason})")
+        console.print(f"  not copied: {one_line(skipped.name)} ({skipped.reason})")
     engines = ", ".join(plan.recipe.engines) or "none promised"
     console.print(f"\nEngine lint: passes for {engines}; tensor-parallel {plan.tensor_parallel} divides")
     for note in plan.notes:

@@ -100,6 +100,15 @@ def test_fp8_blocks_of_kv_b_need_two_heads_a_rank() -> None:
         require_divisible(spec, 64, block=(128, 128))
 
 
+def test_fp8_blocks_of_a_down_projection_are_cut_by_columns() -> None:
+    spec = TensorSpec("down", (6144, 1536), Role.ROUTED_EXPERT, TpRule(TpAxis.COLUMNS))
+    assert [n for n in (1, 2, 4, 8, 16) if divides(spec, n, block=(128, 128))] == [1, 2, 4]
+    with refusal(AlignmentError, "down", "1536 columns / 8 ranks = 192", "blocks of 128x128", "1, 2, 4"):
+        require_divisible(spec, 8, block=(128, 128))
+    # One scale a row reaches over all columns, so that it cuts none.
+    assert divides(spec, 8, block=(1, 1536))
+
+
 def test_glm_4_7_channel_fp8_may_be_cut_where_blocks_may_not() -> None:
     assert plan_of(small("glm-4.7-fp8"), "copy", tensor_parallel=8).tensor_parallel == 8
 
@@ -121,10 +130,14 @@ def test_a_degree_below_one_is_a_usage_error(degree: int) -> None:
         plan_of(small("glm-4.7-fp8"), recipe(INT4_EXPERTS), tensor_parallel=degree)
 
 
+# Sizes that divide in many ways are the interesting ones.
+SIZES = st.integers(1, 4096) | st.builds(
+    lambda n, unit: n * unit, st.integers(1, 32), st.sampled_from([8, 32, 64, 128])
+)
 SPECS = st.builds(
     TensorSpec,
     name=st.just("t.weight"),
-    shape=st.tuples(st.integers(1, 4096), st.integers(1, 4096)),
+    shape=st.tuples(SIZES, SIZES),
     role=st.just(Role.ATTENTION),
     tp=st.builds(TpRule, st.sampled_from(TpAxis), st.sampled_from([1, 8, 64, 128])),
 )
@@ -132,7 +145,7 @@ SPECS = st.builds(
 
 @given(
     spec=SPECS,
-    degree=st.integers(1, 64),
+    degree=st.integers(1, 8) | st.sampled_from([16, 32, 64]),
     group=st.sampled_from([None, 32, 64, 128]),
     block=st.sampled_from([None, (128, 128), (1, 4096)]),
 )

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStrategy
 from compressed_tensors.utils.match import is_match
 from refusals import refusal
 from tiny_checkpoints import NAMES
-from tiny_plans import INT4_EXPERTS, plan_of, published_plan, recipe, source_of, tiny, with_tensor, without_tensor
+from tiny_plans import INT4_EXPERTS, plan_of, recipe, source_of, tiny, with_tensor, without_tensor
 
 from memopt.compressor.plan import Plan
 from memopt.compressor.quantization_config import EXPERT_PATTERN, build_quantization_config, module_patterns
-from memopt.compressor.recipe import DEFAULT_RECIPES, load_recipe
+from memopt.compressor.recipe import DEFAULT_RECIPES
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.errors import RecipeError
 
@@ -53,7 +53,9 @@ def scheme_of(module: str, theirs: QuantizationConfig) -> str | None:
     for group in theirs.config_groups.values():
         if any(is_match(module, linear_class(), target, fused=FUSED) for target in group.targets):
             weights = group.weights
-            return f"{weights.num_bits} {weights.strategy.value} {weights.group_size or ''}".strip()
+            return (
+                f"{weights.num_bits} {QuantizationStrategy(weights.strategy).value} {weights.group_size or ''}".strip()
+            )
     return None
 
 
@@ -74,7 +76,7 @@ def assert_matches(plan: Plan, int4: str | None, float8: str | None) -> None:
 
 
 def test_golden_portable_form_of_glm_5_2() -> None:
-    block, _ = accepted(published_plan("glm-5.2-fp8", "glm-5.2-int4"))
+    block, _ = accepted(plan_of(tiny("glm-5.2-fp8"), "glm-5.2-int4"))
     assert block == {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -128,14 +130,30 @@ def test_golden_mixed_form_of_glm_5_2() -> None:
     assert block["ignore"][:2] == [r"re:.*lm_head$", "model.layers.0.self_attn.indexer.weights_proj"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "kimi-k2.6-int4"])
 def test_the_default_recipe_of_every_family_matches_its_modules(name: str) -> None:
     checkpoint = tiny(name)
-    plan = plan_of(
-        checkpoint, load_recipe("kimi-k2-int4" if "kimi" in name else DEFAULT_RECIPES[checkpoint.config.model_type])
-    )
+    plan = plan_of(checkpoint, DEFAULT_RECIPES[checkpoint.config.model_type])
     assert plan.quantization is not None
     assert plan.quantization["format"] == "pack-quantized"
+    assert_matches(plan, "4 group 32", None)
+
+
+def test_native_int4_keeps_its_own_block() -> None:
+    plan = plan_of(tiny("kimi-k2.6-int4"), "kimi-k2.6")
+    block, _ = accepted(plan)
+    assert block == plan.source.config.quantization
+    assert plan.config_bytes == plan.source.config.raw_bytes
+
+
+def test_native_int4_with_a_part_converted_gets_a_new_block() -> None:
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    checkpoint = with_tensor(tiny("kimi-k2.6-int4"), name, "F8_E4M3", (512, 256))
+    checkpoint = with_tensor(checkpoint, f"{name}_scale", "F32", (512, 1))
+    checkpoint = with_tensor(checkpoint, "vision_tower.blocks.0.wo.weight", "BF16", (32, 32))
+    plan = plan_of(checkpoint, "kimi-k2-int4")
+    block, _ = accepted(plan)
+    assert {r"re:.*lm_head$", r"re:.*vision_tower.*"} <= set(block["ignore"])
     assert_matches(plan, "4 group 32", None)
 
 

@@ -1,0 +1,1 @@
+"""Signing, verifying and loading releases. Nothing here imports torch or numpy at start-up."""

@@ -1,0 +1,126 @@
+"""`memopt exec`: verify a release, then become the command that serves it; on failure the command never starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import NoReturn
+
+import click
+
+from memopt.cli.output import refusals, size_text
+from memopt.cli.termination_log import termination_log_option, termination_message
+from memopt.cli.trust_options import jobs_option, load_trust, trust_options
+from memopt.errors import UsageError
+from memopt.manifests.policy import TrustPolicy
+
+PLACEHOLDER = "{}"
+
+
+@click.command("exec")
+@click.argument("folder", metavar="DIR")
+@trust_options
+@click.option("--rank", metavar="N", type=click.IntRange(0, 4095), default=None, help="Only what rank N needs.")
+@jobs_option
+@click.option(
+    "--stage",
+    "dest",
+    metavar="DEST",
+    default=None,
+    help="Copy the verified bytes into the new private folder DEST (a tmpfs or volume) and serve that.",
+)
+@click.option("--allow-linked-root", is_flag=True, help="DIR itself may be a symbolic link.")
+@termination_log_option
+@click.argument("command", metavar="-- CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
+def exec_command(
+    folder: str,
+    policy: str | None,
+    key: str | None,
+    rank: int | None,
+    jobs: int | None,
+    dest: str | None,
+    allow_linked_root: bool,
+    termination_log: str | None,
+    command: tuple[str, ...],
+) -> None:
+    """Verify the release in DIR, then replace this process by CMD. If DIR is refused, CMD never starts.
+
+    An argument of CMD that is {} (or ends in ={}) becomes the folder to serve: DIR, or with --stage the verified copy;
+    so does an argument that is DIR itself. With --stage there must be one.
+
+    Without --stage CMD opens the files anew, by path: use it only where nobody can write to DIR, as on a read-only
+    mount.
+    """
+    with refusals("exec", as_json=False):
+        program = shutil.which(command[0])
+        if program is None:
+            raise UsageError(f"there is no command {command[0]!r}", remedy="check CMD and PATH")
+        replaced = served_command(command, folder, dest if dest is not None else folder)
+        if dest is not None and replaced == list(command):
+            raise UsageError("CMD does not name the copy", remedy=f"put {PLACEHOLDER} where CMD takes the folder")
+        with termination_message("exec", termination_log) as message:
+            trust = load_trust(policy, key)
+            if dest is None:
+                _verify(folder, trust, rank, jobs, allow_linked_root, message)
+            else:
+                _stage(folder, dest, trust, rank, jobs, allow_linked_root)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(program, replaced)
+
+
+def served_command(command: tuple[str, ...], folder: str, served: str) -> list[str]:
+    """`command` with the folder to serve in place of {}, of NAME={}, and of `folder` itself."""
+
+    def replace(argument: str) -> str:
+        if argument in {PLACEHOLDER, folder}:
+            return served
+        if argument.endswith("=" + PLACEHOLDER):
+            return argument.removesuffix(PLACEHOLDER) + served
+        return argument
+
+    return [command[0], *(replace(argument) for argument in command[1:])]
+
+
+def _verify(
+    folder: str,
+    trust: TrustPolicy,
+    rank: int | None,
+    jobs: int | None,
+    allow_linked_root: bool,
+    message: dict[str, object],
+) -> None:
+    from memopt.cli.hash_progress import HashProgress
+    from memopt.cli.verify import print_findings, summary_lines
+    from memopt.manifests.verdict_json import verdict_fields
+    from memopt.manifests.verify import VerifyOptions, verify_release
+
+    ranks = None if rank is None else (rank,)
+    verdict = verify_release(
+        folder, trust, VerifyOptions(ranks, jobs, allow_linked_root=allow_linked_root), HashProgress()
+    )
+    if not verdict.is_ok:
+        message.update(verdict_fields(verdict, "exec"))
+        print_findings("exec", verdict)
+        _refuse(verdict.exit_code)
+    # Standard output belongs to CMD.
+    for line in summary_lines(verdict):
+        click.echo(line, err=True)
+
+
+def _refuse(exit_code: int) -> NoReturn:
+    click.echo("memopt exec: refused, CMD was not started", err=True)
+    sys.exit(exit_code)
+
+
+def _stage(
+    folder: str, dest: str, trust: TrustPolicy, rank: int | None, jobs: int | None, allow_linked_root: bool
+) -> None:
+    from memopt.manifests.release import open_release
+    from memopt.manifests.stage import stage
+
+    with open_release(folder, policy=trust, jobs=jobs, allow_linked_root=allow_linked_root) as release:
+        path = stage(release, dest, rank=rank)
+        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    click.echo(f"staged      {size_text(size_bytes)} of verified bytes in {path}", err=True)

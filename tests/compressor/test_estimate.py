@@ -1,0 +1,48 @@
+"""Time and memory before a run: of the right order, and ordered as the work is."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_plans import plan_of, recipe, tiny
+
+from memopt.compressor.estimate import ROUNDING_BYTES_PER_SECOND, estimate
+from memopt.compressor.plan import Plan
+
+BIG = {"n_routed_experts": 64, "hidden_size": 1024, "moe_intermediate_size": 512}
+
+
+def experts(scale: str) -> Plan:
+    rule = {"roles": ["routed_expert"], "format": {"type": "int4", "scale": scale}}
+    return plan_of(tiny("glm-5.2-fp8", **BIG), recipe(rule))
+
+
+@pytest.mark.parametrize("scale", sorted(ROUNDING_BYTES_PER_SECOND))
+def test_time_is_weights_over_rate(scale: str) -> None:
+    plan = experts(scale)
+    weights = sum(t.source.weight.size_bytes for t in plan.tensors if t.int4 is not None)
+    assert weights == 3 * 64 * 3 * 1024 * 512
+    seconds = estimate(plan, 1).seconds
+    assert weights / ROUNDING_BYTES_PER_SECOND[scale] < seconds < 1.5 * weights / ROUNDING_BYTES_PER_SECOND[scale]
+
+
+def test_more_workers_take_less_time_and_more_memory() -> None:
+    plan = experts("mse-signed")
+    one, four = estimate(plan, 1), estimate(plan, 4)
+    assert four.seconds == pytest.approx(one.seconds / 4)
+    assert four.host_memory_bytes > one.host_memory_bytes
+    assert (one.workers, four.workers) == (1, 4)
+    assert estimate(plan, 0).seconds == one.seconds
+
+
+def test_a_search_takes_longer_than_rounding_and_copying() -> None:
+    copied = estimate(plan_of(tiny("glm-5.2-fp8", **BIG), "copy"), 1).seconds
+    times = [copied, *(estimate(experts(scale), 1).seconds for scale in ("absmax", "mse", "mse-signed"))]
+    assert times == sorted(times)
+    assert copied > 0
+
+
+def test_memory_does_not_grow_with_the_size_of_experts() -> None:
+    small = estimate(plan_of(tiny("glm-4.7-fp8"), "glm-4.7-int4"), 2).host_memory_bytes
+    wide = estimate(plan_of(tiny("glm-4.7-fp8", moe_intermediate_size=4096), "glm-4.7-int4"), 2).host_memory_bytes
+    assert small < wide < small + 2**21
+    assert wide < 1.5 * 2**30
