@@ -117,7 +117,8 @@ def main() -> None:
         print(f"plain torch        {torch_rate / GB:6.3f} GB/s ({torch_bytes / 2**30:.2f} GiB, all cores)")
         print(f"memcpy             {copy_rate / GB:6.2f} GB/s (one core)")
         print(
-            f"SHA-256 of output  {hash_input_rate / GB:6.2f} GB/s of input ({hash_rate / GB:.2f} GB/s of output, one core)"
+            f"SHA-256 of output  {hash_input_rate / GB:6.2f} GB/s of input"
+            f" ({hash_rate / GB:.2f} GB/s of output, one core)"
         )
         for scale in ("absmax", "mse", "mse-signed"):
             for workers in arguments.workers:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from memopt.compressor.checkpoint.header import TensorHeader, render_header
 from memopt.compressor.checkpoint.model_config import parse_config
 from memopt.compressor.checkpoint.skeleton import skeleton_checkpoint
+from memopt.manifests.safetensors_header import TensorHeader, render_header
 
 HIDDEN, INTERMEDIATE = 6144, 2048
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE

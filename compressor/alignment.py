@@ -51,7 +51,7 @@ def require_divisible(
     degrees = [n for n in COMMON_DEGREES if divides(spec, n, weights_per_scale=weights_per_scale, block=block)]
     choices = [f"tensor-parallel {', '.join(map(str, degrees))}"]
     form = ""
-    if weights_per_scale is not None:
+    if weights_per_scale is not None and spec.tp.axis is TpAxis.COLUMNS:
         groups = [g for g in INT4_GROUP_SIZES if divides(spec, degree, weights_per_scale=g)]
         choices.append(f"group {', '.join(map(str, groups)) or 'none'} at {degree}")
         form = f" in whole INT4 groups of {weights_per_scale}"

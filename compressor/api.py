@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memopt.compressor.checkpoint.checkpoint import raise_first
 from memopt.compressor.checkpoint.model_config import MAX_CONFIG_SIZE_BYTES, ModelConfig, parse_config
 from memopt.compressor.checkpoint.skeleton import skeleton_checkpoint
-from memopt.compressor.checkpoint.strict_json import read_capped
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.inspection import Inspection, inspect_scan
 from memopt.compressor.pipeline import RunResult, run_plan
@@ -19,6 +21,12 @@ from memopt.compressor.recipe import DEFAULT_RECIPES, Recipe, load_recipe
 from memopt.compressor.source import open_source, scanned_source
 from memopt.compressor.workspace import check_output_place
 from memopt.errors import ConfigError, UsageError
+from memopt.manifests.strict_json import read_capped
+
+if TYPE_CHECKING:
+    from memopt.manifests.sign import SignOptions
+    from memopt.manifests.signer import Signer
+
 
 DEQUANTIZE_RECIPE = "dequantize"
 
@@ -74,10 +82,13 @@ def compress(
     device: Device = "auto",
     progress: ProgressCallback | None = None,
     download: DownloadCallback | None = None,
+    signers: Sequence[Signer] = (),
+    sign_options: SignOptions | None = None,
 ) -> RunResult:
     """Turn an FP8 (or BF16) checkpoint into a release in folder `out`; resumes an interrupted run of the same call.
 
     `workers`: threads, one unit each (None: one a core). `progress` gets a Progress, sizes in source bytes.
+    `signers`: who signs the finished release, as `memopt.sign_release` does; without any it stays unsigned.
     The bytes written depend on source, recipe and options alone. Raises subclasses of MemoptError.
     """
     if not str(source) or not str(out):
@@ -95,7 +106,11 @@ def compress(
         progress=progress,
         before_finish=opened.require_unchanged,
     )
-    return result
+    if not signers:
+        return result
+    from memopt.manifests.sign import sign_release
+
+    return replace(result, root_digest=sign_release(out, signers, sign_options).root_digest)
 
 
 def dequantize(

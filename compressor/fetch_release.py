@@ -41,6 +41,7 @@ from memopt.manifests.trusted_release import (
     policy_errors,
     with_manifest,
 )
+from memopt.manifests.verify import ProgressCallback as HashCallback
 from memopt.manifests.verify import VerifyOptions, verify_release
 
 DEFAULT_WORKERS = 4
@@ -81,6 +82,7 @@ def pull_release(
     policy: TrustPolicy,
     options: PullOptions | None = None,
     progress: ProgressCallback | None = None,
+    hashing: HashCallback | None = None,
 ) -> PullResult:
     """Download the release of `reference` at one commit into `dest` (absent or empty), and verify it there.
 
@@ -111,7 +113,7 @@ def pull_release(
             for name, raw in trusted.signatures.items():
                 partial.path(name).write_bytes(raw)
                 sync(partial.path(name))
-        verdict = verify_release(partial.tree, policy, chosen.verify)
+        verdict = verify_release(partial.tree, policy, chosen.verify, hashing)
         if not verdict.is_ok:
             for finding in verdict.findings:
                 if finding.file in expected and finding.exit_code == ExitCode.CONTENT:

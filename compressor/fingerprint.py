@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from memopt.compressor.plan import Plan
+from memopt.compressor.quantize.rounding_rule import rounding_rule
 from memopt.version import __version__
 
 
@@ -21,6 +22,7 @@ def plan_fingerprint(plan: Plan) -> str:
         "files": {name: [file.size_bytes, file.header_sha256] for name, file in sorted(plan.source.files.items())},
         "source": asdict(plan.identity),
         "config_sha256": hashlib.sha256(plan.source.config.raw_bytes).hexdigest(),
+        "rounding": rounding_rule(),
         "recipe": plan.recipe.model_dump(mode="json"),
         "options": asdict(plan.options),
         "small_files": [[file.name, file.size_bytes, file.sha256] for file in plan.small_files],

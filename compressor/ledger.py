@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.compressor.checkpoint.header import TensorHeader
 from memopt.compressor.tensor_plan import Fate, TensorPlan
+from memopt.manifests.safetensors_header import TensorHeader
 
 LEDGER_NAME = "ledger.jsonl"
 UNKNOWN_DIGEST = "0" * 64
@@ -101,7 +101,8 @@ def ledger_row(
                 "shape": list(part.shape),
                 "offset": part.start,
                 "size_bytes": part.size_bytes,
-                "sha256": digests.source_sha256.get(part.name, UNKNOWN_DIGEST),
+                # A dropped tensor is never read, so that it has no digest.
+                "sha256": digests.source_sha256.get(part.name, UNKNOWN_DIGEST) if plan.outputs else None,
             }
             for part in plan.source.parts
         ],

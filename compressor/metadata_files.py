@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt.compressor.checkpoint.index import INDEX_NAME, WEIGHT_SUFFIX, is_plain_file_name
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME
-from memopt.compressor.checkpoint.strict_json import read_capped
 from memopt.errors import LayoutError, MalformedError
+from memopt.manifests.safetensors_index import INDEX_NAME, WEIGHT_SUFFIX, is_plain_file_name
+from memopt.manifests.strict_json import read_capped
 
 CODE_SUFFIX = ".py"
 MAX_METADATA_SIZE_BYTES = 512 * 2**20

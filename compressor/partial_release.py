@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,9 +40,10 @@ class PartialRelease:
         check_dest(self.dest)
         with disk_errors(f"cannot use {self.root}"):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self.root.is_symlink():
-                raise OutputError(f"{self.root} is a link", remedy="remove it")
-            descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            status = self.root.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise OutputError(f"{self.root} is a link, or somebody else's", remedy="remove it")
+            descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,17 +56,24 @@ class PartialRelease:
             yield
         finally:
             os.close(descriptor)
+            if not self.tree.exists():
+                # Finished, or refused before anything worth keeping came.
+                shutil.rmtree(self.root, ignore_errors=True)
 
     def expect(self, digests: Mapping[str, str]) -> None:
         """Keep what an earlier run brought of files with these digests (hex), remove everything else."""
         with disk_errors(f"cannot use {self.root}"):
+            if self.tree.is_symlink():
+                self.tree.unlink()
             self.tree.mkdir(exist_ok=True)
             earlier = self._read_state()
-            for folder, _, names in os.walk(self.tree, topdown=False):
-                for path in (Path(folder, name) for name in names):
+            for folder, folders, names in os.walk(self.tree, topdown=False):
+                for path in (Path(folder, name) for name in (*folders, *names)):
                     name = path.relative_to(self.tree).as_posix()
-                    if path.is_symlink() or name not in digests or digests[name] != earlier.get(name):
-                        path.unlink()
+                    is_ours = path.is_file() and name in digests and digests[name] == earlier.get(name)
+                    # A link to a folder would lead the download out of the tree.
+                    if path.is_symlink() or not (is_ours or path.is_dir()):
+                        path.unlink(missing_ok=True)
                 with suppress(OSError):
                     # Goes if nothing is left in it.
                     os.rmdir(folder)
@@ -107,7 +116,6 @@ class PartialRelease:
                     raise OutputError(f"{self.dest} was made meanwhile", remedy="name another DEST") from None
                 raise
             sync(self.dest.parent)
-        shutil.rmtree(self.root, ignore_errors=True)
 
     def _read_state(self) -> dict[str, str]:
         """The digests that the files on disk were fetched for; nothing if the state is damaged."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memopt.compressor.checkpoint.checkpoint import StoredTensor
-from memopt.compressor.checkpoint.header import read_header
-from memopt.compressor.checkpoint.index import INDEX_NAME
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME
 from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.checkpoint.writer import UnitFile
@@ -46,13 +44,18 @@ from memopt.errors import (
     SourceChangedError,
     UsageError,
 )
+from memopt.manifests.safetensors_header import read_header
+from memopt.manifests.safetensors_index import INDEX_NAME
 
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run made. Sizes in bytes; `num_resumed_units` were finished by an earlier run."""
+    """What a run made. Sizes in bytes; `num_resumed_units` were finished by an earlier run.
+
+    `root_digest`: hex, of the signed release; None if it was not signed.
+    """
 
     out: Path
     num_units: int
@@ -63,6 +66,7 @@ class RunResult:
     errors_by_role: dict[str, ErrorFigures]
     seconds: float
     was_complete: bool
+    root_digest: str | None = None
 
 
 class _CancelledError(Exception):

@@ -10,8 +10,6 @@ from typing import Any
 
 from memopt.compressor.alignment import require_divisible
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
-from memopt.compressor.checkpoint.header import DATA_ALIGNMENT_BYTES
-from memopt.compressor.checkpoint.index import INDEX_NAME, render_index
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME, render_config
 from memopt.compressor.checkpoint.source_tensor import scan_source
 from memopt.compressor.families.registry import family_of
@@ -25,6 +23,8 @@ from memopt.compressor.source_identity import SourceIdentity
 from memopt.compressor.tensor_plan import Fate, TensorPlan, plan_tensors
 from memopt.compressor.units import DEFAULT_MAX_FILE_BYTES, Unit, build_units
 from memopt.errors import UsageError
+from memopt.manifests.safetensors_header import DATA_ALIGNMENT_BYTES
+from memopt.manifests.safetensors_index import INDEX_NAME, render_index
 
 
 @dataclass(frozen=True)

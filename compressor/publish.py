@@ -22,6 +22,7 @@ from memopt.compressor.local_release import LocalRelease
 from memopt.errors import ContentError, LayoutError, NetworkError, UsageError
 from memopt.manifests.policy import TrustPolicy
 from memopt.manifests.tree import open_root
+from memopt.manifests.verify import ProgressCallback as HashCallback
 from memopt.manifests.verify import VerifyOptions, verify_release
 
 
@@ -57,6 +58,7 @@ def push_release(
     policy: TrustPolicy,
     options: PushOptions | None = None,
     progress: UploadProgress | None = None,
+    hashing: HashCallback | None = None,
 ) -> PushResult:
     """Verify `folder`, send what the branch `reference` lacks, and compare every remote file with what was signed.
 
@@ -66,7 +68,7 @@ def push_release(
     """
     chosen = options or PushOptions()
     started = time.monotonic()
-    verdict = verify_release(folder, policy, chosen.verify)
+    verdict = verify_release(folder, policy, chosen.verify, hashing)
     if not verdict.is_ok:
         raise refused_verdict(verdict, str(folder))
     if verdict.is_partial:

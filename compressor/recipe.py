@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from memopt.compressor.checkpoint.open_file import open_regular, read_exactly
 from memopt.compressor.families.registry import FAMILIES
 from memopt.compressor.families.roles import Role, TensorSpec
 from memopt.errors import RecipeError
 from memopt.kernels.int4_spec import ErrorNorm, ScaleSearch
+from memopt.manifests.open_file import open_regular, read_exactly
 
 MAX_RECIPE_SIZE_BYTES = 2**18
 MAX_NESTING = 32

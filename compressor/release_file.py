@@ -10,25 +10,14 @@ from typing import Any
 from memopt.compressor.fingerprint import plan_fingerprint
 from memopt.compressor.ledger import LEDGER_NAME, UNKNOWN_DIGEST, ErrorFigures, fixed_width
 from memopt.compressor.plan import Plan
+from memopt.compressor.quantize.rounding_rule import rounding_rule
 from memopt.compressor.tensor_plan import Fate
-from memopt.kernels.int4_spec import SCALE_GRID
-from memopt.kernels.layout import INT4_CODE_MAX, INT4_CODE_MIN, INT4_HALF_SPAN
 from memopt.version import __version__
 
 RELEASE_NAME = "release.json"
 FORMAT_VERSION = 1
 _LIBRARIES = ("numba", "numpy")
 _FIGURE_TOKEN = "\x00figure-{}\x00"
-
-
-def rounding_rule() -> dict[str, Any]:
-    """The exact rule behind the codes, so that anybody can repeat it."""
-    return {
-        "codes": [INT4_CODE_MIN, INT4_CODE_MAX],
-        "absmax_scale": f"bf16(max|w| / {INT4_HALF_SPAN})",
-        "code": "clamp(round_half_even(w / scale), codes), against the stored scale",
-        "search_factors": list(SCALE_GRID),
-    }
 
 
 def _formats_by_role(plan: Plan) -> dict[str, list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memopt.compressor.checkpoint.dtypes import tensor_size_bytes
 from memopt.compressor.checkpoint.source_tensor import (
     PACKED,
     SCALE,
@@ -19,6 +18,7 @@ from memopt.compressor.families.roles import Role
 from memopt.compressor.recipe import Int4Format, KeepFormat, Recipe
 from memopt.errors import AlignmentError, RecipeError, UnsupportedError
 from memopt.kernels.layout import CODES_PER_WORD, INT4_GROUP_SIZES
+from memopt.manifests.dtypes import tensor_size_bytes
 
 # On disk an int64 pair (out, in), as compressed-tensors writes it.
 SHAPE_DTYPE = "I64"

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.compressor.checkpoint.checkpoint import StoredTensor
+from memopt.compressor.checkpoint.finite import first_non_finite
 from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.checkpoint.source_tensor import PACKED, SCALE, SourceFormat, SourceTensor
 from memopt.compressor.checkpoint.writer import UnitFile
@@ -23,6 +24,7 @@ from memopt.kernels.checks import NonFiniteWeightError
 from memopt.kernels.int4_spec import Int4Spec
 from memopt.kernels.layout import BF16_SHIFT, INT4_CODE_MIN
 from memopt.kernels.ue8m0 import decode_ue8m0
+from memopt.manifests.dtypes import ITEM_SIZE_BYTES
 
 # A chunk, its codes and its scales stay in a core's caches; larger ones are no faster (benchmarks/compress.py).
 CHUNK_BYTES = 2 * 2**20
@@ -73,8 +75,10 @@ class TensorWorker:
         for part, output in zip(plan.source.parts, plan.outputs, strict=True):
             state = hashlib.sha256()
             for offset in range(0, part.size_bytes, CHUNK_BYTES):
-                view = self._chunk_buffer(min(CHUNK_BYTES, part.size_bytes - offset)).data
+                data = self._chunk_buffer(min(CHUNK_BYTES, part.size_bytes - offset))
+                view = data.data
                 self._reader.read_into(part, offset, view)
+                _require_finite_elements(data, part, offset)
                 state.update(view)
                 out.append(output.name, view)
                 self._advance(view.nbytes)
@@ -198,6 +202,17 @@ def _require_finite(scale: npt.NDArray[np.float32], part: StoredTensor, largest_
     if bad.size:
         raise NonFiniteError(
             f"scale {int(bad[0])} of {scale.size} is {scale.reshape(-1)[bad[0]]}",
+            tensor=part.name,
+            file=part.file,
+            remedy="compare the source file's SHA-256 with the publisher's and download it again",
+        )
+
+
+def _require_finite_elements(data: npt.NDArray[np.uint8], part: StoredTensor, offset: int) -> None:
+    bad = first_non_finite(data, part.dtype)
+    if bad is not None:
+        raise NonFiniteError(
+            f"element {offset // ITEM_SIZE_BYTES[part.dtype] + bad:,} is not a finite number",
             tensor=part.name,
             file=part.file,
             remedy="compare the source file's SHA-256 with the publisher's and download it again",

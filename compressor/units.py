@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from memopt.compressor.checkpoint.dtypes import ITEM_SIZE_BYTES
-from memopt.compressor.checkpoint.header import DATA_ALIGNMENT_BYTES, TensorHeader, render_header
 from memopt.compressor.tensor_plan import OutputTensor, TensorPlan
+from memopt.manifests.dtypes import ITEM_SIZE_BYTES
+from memopt.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, TensorHeader, render_header
 
 # transformers refuses a file without it.
 FILE_METADATA = {"format": "pt"}

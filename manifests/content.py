@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt.errors import ContentError, MemoptError
@@ -35,21 +35,27 @@ class ContentReport:
 @dataclass
 class _FileState:
     file: SignedFile
-    num_left: int
+    first_chunk: int
+    num_batches: int
     bad: list[BadChunkError] = field(default_factory=list)
     num_bad: int = 0
     failure: MemoptError | None = None
 
 
 def check_content(
-    root_fd: int, files: Sequence[SignedFile], jobs: int, progress: ContentProgress | None = None
+    root_fd: int,
+    files: Sequence[SignedFile],
+    jobs: int,
+    progress: ContentProgress | None = None,
+    verified_chunks: Mapping[str, int] | None = None,
 ) -> ContentReport:
-    """Hash every chunk of `files` below `root_fd`. `progress` is called from one thread at a time.
+    """Hash the chunks of `files` below `root_fd`. `progress` is called from one thread at a time.
 
+    `verified_chunks`: how many chunks at the start of a file the caller has verified; they are not read again.
     Never raises for a bad file: BadChunkError (the first eight of a file, and how many more), ContentError for a
     wrong size, MissingFileError, LayoutError, MemoptIOError stand in the report.
     """
-    states = [_FileState(file, max(1, -(-file.num_chunks // BATCH_CHUNKS))) for file in files]
+    states = [_state(file, (verified_chunks or {}).get(file.name, 0)) for file in files]
     lock = threading.Lock()
 
     def work(item: tuple[_FileState, int], buffer: memoryview, check: Callable[[], None]) -> None:
@@ -63,24 +69,28 @@ def check_content(
             except MemoptError as problem:
                 failure = problem
         with lock:
-            state.num_left -= 1
             state.num_bad += len(bad)
             state.failure = state.failure or failure
             room = MAX_REPORTED_CHUNKS - len(state.bad)
             state.bad += [BadChunkError(state.file.name, n, *state.file.chunk_bounds(n)) for n in bad[:room]]
             if progress is not None:
-                start = first * state.file.chunk_size_bytes
+                start = min(first * state.file.chunk_size_bytes, state.file.size_bytes)
                 progress(min(last * state.file.chunk_size_bytes, state.file.size_bytes) - start, state.file.name)
 
     largest_first = sorted(states, key=lambda state: (-state.file.size_bytes, state.file.name))
-    run_workers(_batches(largest_first), work, min(jobs, max(1, sum(state.num_left for state in states))))
+    run_workers(_batches(largest_first), work, min(jobs, max(1, sum(state.num_batches for state in states))))
     return _report(states)
+
+
+def _state(file: SignedFile, first_chunk: int) -> _FileState:
+    # A file without chunks to hash is opened all the same: it must be there and of its size.
+    return _FileState(file, first_chunk, max(1, -(-(file.num_chunks - first_chunk) // BATCH_CHUNKS)))
 
 
 def _batches(states: Sequence[_FileState]) -> Iterator[tuple[_FileState, int]]:
     for state in states:
-        for first in range(0, max(state.file.num_chunks, 1), BATCH_CHUNKS):
-            yield state, first
+        for number in range(state.num_batches):
+            yield state, state.first_chunk + number * BATCH_CHUNKS
 
 
 def _check_chunks(

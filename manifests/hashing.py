@@ -17,7 +17,10 @@ AdvanceCallback = Callable[[str, int], None]
 
 
 def read_into(descriptor: int, memory: memoryview, offset: int, file: str) -> None:
-    """Fill `memory` from byte `offset` on; MemoptIOError if reading fails, ContentError if the file ends before."""
+    """Fill `memory` from byte `offset` on.
+
+    Raises MemoptIOError if reading fails or gives less than the file still has, ContentError if the file ends before.
+    """
     done = 0
     while done < memory.nbytes:
         try:
@@ -25,6 +28,8 @@ def read_into(descriptor: int, memory: memoryview, offset: int, file: str) -> No
         except OSError as problem:
             raise MemoptIOError(f"cannot read: {problem.strerror}", file=file, remedy="try again") from None
         if not size_bytes:
+            if os.fstat(descriptor).st_size > offset + done:
+                raise MemoptIOError(f"nothing came from byte {offset + done:,}", file=file, remedy="try again")
             raise ContentError(
                 f"ends at byte {offset + done:,}: it shrank while it was read", file=file, remedy="fetch it again"
             )

@@ -70,13 +70,16 @@ def check_passphrase(passphrase: bytes) -> None:
 def _hash_of(curve: str) -> hashes.HashAlgorithm:
     from cryptography.hazmat.primitives import hashes
 
-    return {"p256": hashes.SHA256, "p384": hashes.SHA384, "p521": hashes.SHA512}[curve]()
+    kinds: dict[str, type[hashes.SHA256 | hashes.SHA384 | hashes.SHA512]]
+    kinds = {"p256": hashes.SHA256, "p384": hashes.SHA384, "p521": hashes.SHA512}
+    return kinds[curve]()
 
 
 def generate_private_key(curve: str = "p256") -> PrivateKey:
     """A new key from the system's randomness. Raises UsageError for a curve that is not in CURVES."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    kinds: dict[str, type[ec.SECP256R1 | ec.SECP384R1 | ec.SECP521R1]]
     kinds = {"p256": ec.SECP256R1, "p384": ec.SECP384R1, "p521": ec.SECP521R1}
     if curve not in kinds:
         raise UsageError(f"curve {curve!r} is not one of {', '.join(CURVES)}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt.errors import ContentError, LayoutError, MemoptIOError, SignatureError, UsageError
+from memopt.errors import ContentError, InterruptedRunError, LayoutError, MemoptIOError, SignatureError, UsageError
 from memopt.manifests.atomic_file import TEMPORARY_NAME, remove_at, write_at
 from memopt.manifests.bundle import PAYLOAD_TYPE, pae, render_bundle
 from memopt.manifests.chunk_file import render_chunks
@@ -136,6 +136,8 @@ def sign_release(
         for name, signer in zip(names_of_signatures, signers, strict=True):
             files[name] = _sign(payload, signer)
         _write(root_fd, files)
+    except KeyboardInterrupt:
+        raise InterruptedRunError("stopped: the release is not signed anew", remedy="sign it again") from None
     finally:
         os.close(root_fd)
     return SignResult(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from memopt.errors import ContentError, LayoutError, MemoptError, UsageError
 from memopt.manifests.code_check import check_code, config_names
 from memopt.manifests.content import check_content
+from memopt.manifests.digest import CHUNK_SIZE_BYTES, num_chunks
 from memopt.manifests.file_names import CHUNKS_NAME, MANIFEST_NAME
 from memopt.manifests.file_roles import LEDGER_NAME, is_weights, known_ranks, needed_files, ranks_of
 from memopt.manifests.ledger_check import check_ledger
@@ -114,6 +115,7 @@ class _Verification:
         self._warnings: list[str] = []
         self._release: TrustedRelease | None = None
         self._verified: dict[str, int] = {}
+        self._verified_chunks: dict[str, int] = {}
         self._num_needed = 0
 
     def add(self, problem: MemoptError) -> None:
@@ -205,6 +207,8 @@ class _Verification:
         for problem in problems:
             self.add(problem)
         failed = {problem.file for problem in problems}
+        if is_chunked:
+            self._verified_chunks = {name: num_chunks(size) for name, size in weights.header_sizes.items()}
         read = [*weights.indexes, *(name for name in config_names(names) if name in readable)]
         for name in [*read, *(() if is_chunked else weights.tensors)]:
             if name not in failed:
@@ -220,7 +224,8 @@ class _Verification:
             for name, size in readable.items()
             if name not in self._verified and not (self._options.quick and is_weights(name))
         ]
-        total = sum(file.size_bytes for file in todo)
+        chunks = self._verified_chunks
+        total = sum(max(0, file.size_bytes - chunks.get(file.name, 0) * CHUNK_SIZE_BYTES) for file in todo)
         done = 0
 
         def advance(size_bytes: int, name: str) -> None:
@@ -229,7 +234,7 @@ class _Verification:
             if self._progress is not None:
                 self._progress(done, total, name)
 
-        report = check_content(root_fd, todo, self._jobs, advance)
+        report = check_content(root_fd, todo, self._jobs, advance, chunks)
         for problem in report.problems:
             self.add(problem)
         self._verified |= {name: readable[name] for name in report.verified_files}

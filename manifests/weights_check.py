@@ -47,11 +47,15 @@ def tensor_text(tensor: TensorHeader) -> str:
 
 @dataclass
 class WeightsReport:
-    """`tensors`: file -> fingerprint of its tensors, where the header is sound; `indexes`: those that were read."""
+    """`tensors`: file -> fingerprint of its tensors, where the header is sound; `indexes`: those that were read.
+
+    `header_sizes`: bytes from the start of a file that were read, and so verified, where it is.
+    """
 
     problems: list[MemoptError] = field(default_factory=list)
     tensors: dict[str, SetPrint] = field(default_factory=dict)
     indexes: set[str] = field(default_factory=set)
+    header_sizes: dict[str, int] = field(default_factory=dict)
 
 
 def _folder_of(name: str) -> str:
@@ -141,6 +145,7 @@ def _check_headers(
         error = None if is_expected else _difference(name, header, source)
         with lock:
             report.tensors[name] = tensors
+            report.header_sizes[name] = header.data_start
             if error is not None:
                 report.problems.append(error)
 

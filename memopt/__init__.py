@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from memopt.compressor.plan import Plan, PlanOptions
     from memopt.compressor.progress import Progress
     from memopt.compressor.recipe import Recipe, load_recipe
+    from memopt.manifests.sign import SignOptions, SignResult, sign_release
+    from memopt.manifests.verdict import Verdict
+    from memopt.manifests.verify import VerifyOptions, verify_release
 
 
 _HOMES = {
@@ -38,6 +41,12 @@ _HOMES = {
     "Progress": "memopt.compressor.progress",
     "Recipe": "memopt.compressor.recipe",
     "load_recipe": "memopt.compressor.recipe",
+    "SignOptions": "memopt.manifests.sign",
+    "SignResult": "memopt.manifests.sign",
+    "sign_release": "memopt.manifests.sign",
+    "Verdict": "memopt.manifests.verdict",
+    "VerifyOptions": "memopt.manifests.verify",
+    "verify_release": "memopt.manifests.verify",
 }
 
 __all__ = [
@@ -49,6 +58,10 @@ __all__ = [
     "Progress",
     "Recipe",
     "RunResult",
+    "SignOptions",
+    "SignResult",
+    "Verdict",
+    "VerifyOptions",
     "__version__",
     "compress",
     "dequantize",
@@ -56,6 +69,8 @@ __all__ = [
     "load_recipe",
     "plan",
     "plan_config",
+    "sign_release",
+    "verify_release",
 ]
 
 

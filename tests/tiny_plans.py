@@ -9,7 +9,6 @@ from typing import Any
 from tiny_checkpoints import CONFIGS, tiny_config
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor
-from memopt.compressor.checkpoint.dtypes import tensor_size_bytes
 from memopt.compressor.checkpoint.model_config import parse_config
 from memopt.compressor.checkpoint.skeleton import skeleton_checkpoint
 from memopt.compressor.checkpoint.source_tensor import SourceScan, SourceTensor, scan_source
@@ -18,6 +17,7 @@ from memopt.compressor.families.roles import TensorSpec
 from memopt.compressor.families.text_config import parse_text_config
 from memopt.compressor.plan import Plan, PlanOptions, build_plan
 from memopt.compressor.recipe import Recipe, load_recipe
+from memopt.manifests.dtypes import tensor_size_bytes
 
 EVERY_FAMILY = ["glm_moe_dsa", "glm4_moe", "kimi_k2", "kimi_k25", "deepseek_v3"]
 INT4_EXPERTS = {"roles": ["routed_expert"], "format": {"type": "int4"}}

@@ -6,16 +6,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt.compressor.checkpoint.header import FileHeader, read_header
-from memopt.compressor.checkpoint.index import (
+from memopt.compressor.checkpoint.model_config import ModelConfig, read_config
+from memopt.errors import IndexFileError, LayoutError, MemoptError, MissingFileError, MissingTensorError, UsageError
+from memopt.manifests.safetensors_header import FileHeader, read_header
+from memopt.manifests.safetensors_index import (
     INDEX_NAME,
     SINGLE_FILE_NAME,
     WEIGHT_SUFFIX,
     SafetensorsIndex,
     read_index,
 )
-from memopt.compressor.checkpoint.model_config import ModelConfig, read_config
-from memopt.errors import IndexFileError, LayoutError, MemoptError, MissingFileError, MissingTensorError, UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from memopt.compressor.checkpoint.hub_answers import RUN_AGAIN
 from memopt.compressor.checkpoint.hub_types import FileStamp, HubFile, HubListing, HubReference
-from memopt.compressor.checkpoint.open_file import open_regular
 from memopt.errors import DiskFullError, LayoutError, MemoptIOError, NetworkError, SourceChangedError
+from memopt.manifests.open_file import open_regular
 
 READ_SIZE_BYTES = 4 * 2**20
 _SHA1_LENGTH = 40

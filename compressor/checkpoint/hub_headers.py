@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from memopt.compressor.checkpoint.header import LENGTH_SIZE_BYTES, header_length, parse_header
 from memopt.compressor.checkpoint.hub_answers import Target
 from memopt.compressor.checkpoint.hub_batch import ProgressMeter, run_batch
 from memopt.compressor.checkpoint.hub_cache import HubCache, check_file, disk_errors
@@ -25,6 +24,7 @@ from memopt.compressor.checkpoint.hub_types import (
     ProgressCallback,
 )
 from memopt.errors import NetworkError, OutputError, SourceChangedError, TruncatedError
+from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES, header_length, parse_header
 
 DEFAULT_WORKERS = 8
 

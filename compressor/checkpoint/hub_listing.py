@@ -11,15 +11,15 @@ from memopt.compressor.checkpoint.hub_answers import RUN_AGAIN
 from memopt.compressor.checkpoint.hub_cache import cached_listing
 from memopt.compressor.checkpoint.hub_http import HubClient, RetryPolicy, is_offline
 from memopt.compressor.checkpoint.hub_types import HubFile, HubListing, HubReference
-from memopt.compressor.checkpoint.index import (
+from memopt.errors import IndexFileError, MalformedError, MissingFileError, SourceChangedError, UnsupportedError
+from memopt.manifests.safetensors_index import (
     INDEX_NAME,
     MAX_INDEX_SIZE_BYTES,
     SINGLE_FILE_NAME,
     is_plain_file_name,
     parse_index,
 )
-from memopt.compressor.checkpoint.strict_json import parse_json_object, read_capped
-from memopt.errors import IndexFileError, MalformedError, MissingFileError, SourceChangedError, UnsupportedError
+from memopt.manifests.strict_json import parse_json_object, read_capped
 
 CONFIG_NAME = "config.json"
 # A repository of 10,000 files has a listing of about 4 MB.

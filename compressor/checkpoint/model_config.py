@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memopt.compressor.checkpoint.strict_json import parse_json_object, read_capped
 from memopt.errors import ConfigError
+from memopt.manifests.strict_json import parse_json_object, read_capped
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_SIZE_BYTES = 16 * 2**20

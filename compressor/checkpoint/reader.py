@@ -11,9 +11,9 @@ from types import TracebackType
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.disk_errors import read_error
-from memopt.compressor.checkpoint.header import LENGTH_SIZE_BYTES
-from memopt.compressor.checkpoint.open_file import read_exactly
 from memopt.errors import LayoutError, SourceChangedError, TruncatedError
+from memopt.manifests.open_file import read_exactly
+from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES
 
 
 @dataclass(frozen=True)

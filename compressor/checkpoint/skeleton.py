@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
-from memopt.compressor.checkpoint.dtypes import tensor_size_bytes
 from memopt.compressor.checkpoint.model_config import ModelConfig
 from memopt.compressor.checkpoint.source_tensor import (
     PACKED,
@@ -22,6 +21,7 @@ from memopt.compressor.families.roles import Role, TensorSpec
 from memopt.compressor.families.text_config import parse_text_config
 from memopt.errors import UnsupportedError
 from memopt.kernels.layout import CODES_PER_WORD, INT4_BITS, INT4_GROUP_SIZES
+from memopt.manifests.dtypes import tensor_size_bytes
 
 SKELETON_FILE = "model.safetensors"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 
 from memopt.compressor.checkpoint.disk_errors import write_error
-from memopt.compressor.checkpoint.header import TensorHeader
 from memopt.errors import SizeMismatchError
+from memopt.manifests.safetensors_header import TensorHeader
 
 WRITE_BUFFER_BYTES = 2**20
 Bytes = bytes | bytearray | memoryview

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from memopt.cli.options import json_option, plan_options, recipe_option, workers_option
 from memopt.cli.output import refusals
+from memopt.cli.signing_options import (
+    SigningArguments,
+    build_sign_options,
+    is_signing_asked,
+    load_signers,
+    signing_options,
+)
 
 
 @click.command("compress")
@@ -17,6 +26,7 @@ from memopt.cli.output import refusals
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where rounding runs (same bytes)."
 )
+@signing_options
 @json_option
 def compress_command(
     source: str,
@@ -29,17 +39,23 @@ def compress_command(
     workers: int | None,
     device: str,
     as_json: bool,
+    **signing: Any,
 ) -> None:
     """Compress checkpoint SRC (a folder or org/name@revision) into folder OUT.
 
     Streams: host memory stays small whatever the checkpoint's size. Run the same command again after an interruption
-    and it goes on where it stopped; the result is the same to the byte.
+    and it goes on where it stopped; the result is the same to the byte. With --key it is signed at
+    the end, as by `memopt sign`.
     """
     with refusals("compress", as_json=as_json):
         from memopt.cli.plan import build_options
         from memopt.cli.run import progress_display, report
         from memopt.compressor.api import compress
 
+        arguments = SigningArguments(**signing)
+        # A wrong passphrase is said now, not after hours of work.
+        signers = load_signers(arguments) if is_signing_asked(arguments) else ()
+        sign_options = build_sign_options(arguments, workers) if signers else None
         with progress_display(quiet=as_json) as progress:
             result = compress(
                 source,
@@ -50,5 +66,8 @@ def compress_command(
                 device=device,  # type: ignore[arg-type]  # click.Choice gives one of the three
                 progress=progress,
                 download=progress.download,
+                signers=signers,
+                sign_options=sign_options,
             )
-        report("compress", result, f"memopt inspect {out}", as_json=as_json)
+        next_step = f"memopt verify {out} --key PUBLIC.pem" if signers else f"memopt inspect {out}"
+        report("compress", result, next_step, as_json=as_json)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
-from typing import NoReturn
 
 import click
 
-from memopt.cli.output import refusals, size_text
+from memopt.cli.hash_progress import HashProgress
+from memopt.cli.output import refusals
 from memopt.cli.termination_log import termination_log_option, termination_message
 from memopt.cli.trust_options import jobs_option, load_trust, trust_options
-from memopt.errors import UsageError
+from memopt.cli.verify import print_findings, summary_lines
+from memopt.errors import OutputError, UsageError
 from memopt.manifests.policy import TrustPolicy
+from memopt.manifests.tree import open_root
+from memopt.manifests.trusted_release import load_trusted
+from memopt.manifests.verdict import Verdict
+from memopt.manifests.verdict_json import verdict_fields
+from memopt.manifests.verify import VerifyOptions, verify_release
 
 PLACEHOLDER = "{}"
 
@@ -50,7 +57,7 @@ def exec_command(
     so does an argument that is DIR itself. With --stage there must be one.
 
     Without --stage CMD opens the files anew, by path: use it only where nobody can write to DIR, as on a read-only
-    mount.
+    mount. A DEST that exists is served again if it is a private, unchanged copy of the release in DIR.
     """
     with refusals("exec", as_json=False):
         program = shutil.which(command[0])
@@ -61,10 +68,19 @@ def exec_command(
             raise UsageError("CMD does not name the copy", remedy=f"put {PLACEHOLDER} where CMD takes the folder")
         with termination_message("exec", termination_log) as message:
             trust = load_trust(policy, key)
-            if dest is None:
-                _verify(folder, trust, rank, jobs, allow_linked_root, message)
+            options = VerifyOptions(None if rank is None else (rank,), jobs, allow_linked_root=allow_linked_root)
+            if dest is not None and not os.path.lexists(dest):
+                _stage(folder, dest, trust, options)
             else:
-                _stage(folder, dest, trust, rank, jobs, allow_linked_root)
+                verdict = _verify(folder, dest, trust, options)
+                if not verdict.is_ok:
+                    message.update(verdict_fields(verdict, "exec"))
+                    print_findings("exec", verdict)
+                    click.echo("memopt exec: refused, CMD was not started", err=True)
+                    sys.exit(verdict.exit_code)
+                # Standard output belongs to CMD.
+                for line in summary_lines(verdict):
+                    click.echo(line, err=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(program, replaced)
@@ -83,44 +99,31 @@ def served_command(command: tuple[str, ...], folder: str, served: str) -> list[s
     return [command[0], *(replace(argument) for argument in command[1:])]
 
 
-def _verify(
-    folder: str,
-    trust: TrustPolicy,
-    rank: int | None,
-    jobs: int | None,
-    allow_linked_root: bool,
-    message: dict[str, object],
-) -> None:
-    from memopt.cli.hash_progress import HashProgress
-    from memopt.cli.verify import print_findings, summary_lines
-    from memopt.manifests.verdict_json import verdict_fields
-    from memopt.manifests.verify import VerifyOptions, verify_release
+def _verify(folder: str, dest: str | None, trust: TrustPolicy, options: VerifyOptions) -> Verdict:
+    """Verify what CMD will open: `folder`, or the copy in `dest` that this container made before it was restarted.
 
-    ranks = None if rank is None else (rank,)
-    verdict = verify_release(
-        folder, trust, VerifyOptions(ranks, jobs, allow_linked_root=allow_linked_root), HashProgress()
-    )
-    if not verdict.is_ok:
-        message.update(verdict_fields(verdict, "exec"))
-        print_findings("exec", verdict)
-        _refuse(verdict.exit_code)
-    # Standard output belongs to CMD.
-    for line in summary_lines(verdict):
-        click.echo(line, err=True)
+    Such a copy is served again only if it is private, of the very release in `folder`, and unchanged.
+    """
+    if dest is None:
+        return verify_release(folder, trust, options, HashProgress())
+    status = os.lstat(dest)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise OutputError("exists and is no private copy of ours", file=dest, remedy="name a new folder, or remove it")
+    root_fd = open_root(folder, allow_link=options.allow_linked_root)
+    try:
+        wanted = load_trusted(root_fd, trust)
+    finally:
+        os.close(root_fd)
+    verdict = verify_release(dest, trust, VerifyOptions(options.ranks, options.jobs, strict=True), HashProgress())
+    if verdict.is_ok and verdict.root_digest != wanted.root_digest:
+        raise OutputError("is the copy of another release", file=dest, remedy="remove it, or name a new folder")
+    return verdict
 
 
-def _refuse(exit_code: int) -> NoReturn:
-    click.echo("memopt exec: refused, CMD was not started", err=True)
-    sys.exit(exit_code)
-
-
-def _stage(
-    folder: str, dest: str, trust: TrustPolicy, rank: int | None, jobs: int | None, allow_linked_root: bool
-) -> None:
+def _stage(folder: str, dest: str, trust: TrustPolicy, options: VerifyOptions) -> None:
     from memopt.manifests.release import open_release
     from memopt.manifests.stage import stage
 
-    with open_release(folder, policy=trust, jobs=jobs, allow_linked_root=allow_linked_root) as release:
-        path = stage(release, dest, rank=rank)
-        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    click.echo(f"staged      {size_text(size_bytes)} of verified bytes in {path}", err=True)
+    with open_release(folder, policy=trust, jobs=options.jobs, allow_linked_root=options.allow_linked_root) as release:
+        path = stage(release, dest, rank=None if options.ranks is None else options.ranks[0])
+    click.echo(f"staged      verified bytes of {folder} in {path}", err=True)

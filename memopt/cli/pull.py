@@ -8,14 +8,14 @@ import click
 
 from memopt.cli.options import json_option
 from memopt.cli.output import duration_text, one_line, print_verdict, refusals, size_text
-from memopt.cli.trust import chosen_policy, trust_options
+from memopt.cli.trust_options import jobs_option, load_trust, trust_options
 
 
 @click.command("pull")
 @click.argument("repository", metavar="REPO[@REV]")
 @click.argument("dest", metavar="DEST", type=click.Path())
 @trust_options
-@click.option("--jobs", type=click.IntRange(1, 1024), default=None, help="Threads that verify (default: the cores).")
+@jobs_option
 @click.option("--workers", type=click.IntRange(1, 64), default=4, help="Files that are fetched at a time (default 4).")
 @json_option
 def pull_command(
@@ -29,16 +29,17 @@ def pull_command(
 ) -> None:
     """Fetch the signed release in Hub repository REPO (org/name, at a branch, tag or commit) into DEST, and verify it.
 
-    The release's files and no others are fetched, all at one commit. Until everything verifies they lie in DEST.partial,
+    The release's files and no others come, all of one commit. Until everything verifies they lie in DEST.partial,
     where the same command goes on after an interruption; DEST appears only when it is whole and verified.
     """
     with refusals("pull", as_json=as_json):
+        from memopt.cli.hash_progress import HashProgress
         from memopt.cli.transfer import transfer_display
         from memopt.compressor.fetch_release import PullOptions, pull_release
         from memopt.compressor.hub_release import repository as parse_repository
         from memopt.manifests.verify import VerifyOptions
 
-        trusted = chosen_policy(policy, key)
+        trusted = load_trust(policy, key)
         options = PullOptions(workers=workers, verify=VerifyOptions(jobs=jobs))
         with transfer_display(quiet=as_json) as display:
             result = pull_release(
@@ -47,6 +48,7 @@ def pull_command(
                 trusted,
                 options,
                 lambda now: display(now.stage, now.file, now.total_done_bytes, now.total_size_bytes),
+                HashProgress(),
             )
         if as_json:
             print_verdict("pull", asdict(result) | {"dest": str(result.dest)})

@@ -8,14 +8,14 @@ import click
 
 from memopt.cli.options import json_option
 from memopt.cli.output import duration_text, print_verdict, refusals, size_text
-from memopt.cli.trust import chosen_policy, trust_options
+from memopt.cli.trust_options import jobs_option, load_trust, trust_options
 
 
 @click.command("push")
 @click.argument("folder", metavar="DIR", type=click.Path())
 @click.argument("repository", metavar="REPO[@BRANCH]")
 @trust_options
-@click.option("--jobs", type=click.IntRange(1, 1024), default=None, help="Threads that verify (default: the cores).")
+@jobs_option
 @click.option("--message", default=None, help="The commit's message (default: the release's identity).")
 @click.option(
     "--delete-extra", is_flag=True, help="Delete remote files that the release lacks (without it they are a refusal)."
@@ -37,12 +37,13 @@ def push_command(
     nothing is written into DIR, and what the Hub has already is not sent again.
     """
     with refusals("push", as_json=as_json):
+        from memopt.cli.hash_progress import HashProgress
         from memopt.cli.transfer import transfer_display
         from memopt.compressor.hub_release import repository as parse_repository
         from memopt.compressor.publish import PushOptions, push_release
         from memopt.manifests.verify import VerifyOptions
 
-        trusted = chosen_policy(policy, key)
+        trusted = load_trust(policy, key)
         options = PushOptions(delete_extra=delete_extra, message=message, verify=VerifyOptions(jobs=jobs))
         with transfer_display(quiet=as_json) as display:
             result = push_release(
@@ -51,6 +52,7 @@ def push_command(
                 trusted,
                 options,
                 lambda file, done, total: display("upload", file, done, total),
+                HashProgress(),
             )
         if as_json:
             print_verdict("push", asdict(result))

@@ -120,4 +120,6 @@ def report(command: str, result: RunResult, next_step: str, *, as_json: bool) ->
                 f"error       {role}: relative MSE {figures.relative_mse:.5f}, largest {figures.max_error:.4g},"
                 f" clipped {figures.clipped_share:.2%}"
             )
+    if result.root_digest is not None:
+        click.echo(f"signed      root digest {result.root_digest}")
     click.echo(f"next        {next_step}")

@@ -44,13 +44,13 @@ def signing_options(function: Function) -> Function:
     """Add every option that SigningArguments holds; the command gets them as keyword arguments of those names."""
     decorators = [
         click.option(
-            "--key", metavar="FILE", multiple=True, help="A private key (PEM) that signs; again for further signatures."
+            "--key", metavar="FILE", multiple=True, help="A private key (PEM) that signs; again for more of them."
         ),
         click.option(
             "--sign-cmd",
             metavar="CMD",
             default=None,
-            help="A command that signs (HSM, KMS): bytes to sign on stdin, DER signature on stdout. Needs --public-key.",
+            help="A command that signs (HSM, KMS): bytes to sign on stdin, DER signature on stdout; with --public-key.",
         ),
         click.option("--public-key", metavar="FILE", default=None, help="The public key (PEM) of --sign-cmd."),
         click.option("--identity", default=None, help="The signed name (default: the name in release.json)."),
@@ -64,7 +64,7 @@ def signing_options(function: Function) -> Function:
             "--not-after",
             metavar="TIME",
             default=None,
-            help="When it expires: 2027-01-31, 2027-01-31T12:00:00Z or 90d.",
+            help="Expiry: 2027-01-31, 2027-01-31T12:00:00Z or 90d.",
         ),
         click.option("--previous", metavar="DIR", default=None, help="The release before this one, or its manifest."),
         passphrase_options,
@@ -73,6 +73,15 @@ def signing_options(function: Function) -> Function:
     for decorator in reversed(decorators):
         function = decorator(function)
     return function
+
+
+def is_signing_asked(arguments: SigningArguments) -> bool:
+    """Whether somebody is to sign; UsageError for other signing options without a signer."""
+    if arguments.key or arguments.sign_cmd is not None:
+        return True
+    if arguments != SigningArguments((), None, None, None, None, None, None, None, None, False):
+        raise UsageError("nobody signs", remedy="give --key, or --sign-cmd and --public-key")
+    return False
 
 
 def load_signers(arguments: SigningArguments) -> list[Signer]:

@@ -22,9 +22,7 @@ jobs_option = click.option(
 def trust_options(function: Function) -> Function:
     """--policy and --key, as parameters `policy` and `key`."""
     decorators = [
-        click.option(
-            "--policy", metavar="FILE", default=None, help="The trust policy, trust.json (docs/trust-policy.md)."
-        ),
+        click.option("--policy", metavar="FILE", default=None, help="The trust policy (docs/trust-policy.md)."),
         click.option("--key", metavar="FILE", default=None, help="Trust this public key (PEM) alone, for any release."),
     ]
     for decorator in reversed(decorators):

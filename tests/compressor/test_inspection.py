@@ -13,8 +13,8 @@ from tiny_checkpoints import CONFIGS, NAMES, TINY_GLM5, make_checkpoint
 from tiny_plans import published
 
 import memopt
-from memopt.compressor.checkpoint.header import TensorHeader, render_header
 from memopt.errors import ConfigError, UnsupportedError, UsageError
+from memopt.manifests.safetensors_header import TensorHeader, render_header
 
 NUM_SHARDS = 142
 

@@ -17,11 +17,11 @@ from tiny_checkpoints import NAMES, make_checkpoint
 
 import memopt
 from memopt.compressor.checkpoint.checkpoint import open_checkpoint
-from memopt.compressor.checkpoint.header import read_header
 from memopt.compressor.pipeline import run_plan
 from memopt.compressor.progress import Progress
 from memopt.compressor.quantize.backend import CpuBackend
 from memopt.errors import SizeMismatchError, UsageError
+from memopt.manifests.safetensors_header import read_header
 
 COPIED = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 PICKLES = ("pytorch_model.bin", "model.pt", "weights.pkl", "optimizer.pth", "training_args.bin")

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from memopt.compressor import tensor_work
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
-from memopt.compressor.checkpoint.header import TensorHeader, read_header, render_header
 from memopt.compressor.checkpoint.model_config import parse_config
 from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.checkpoint.source_tensor import SourceFormat, SourceTensor
@@ -27,6 +26,7 @@ from memopt.compressor.recipe import Int4Format
 from memopt.compressor.tensor_plan import Fate, OutputTensor, TensorPlan
 from memopt.compressor.tensor_work import TensorWorker
 from memopt.errors import ShapeError
+from memopt.manifests.safetensors_header import TensorHeader, read_header, render_header
 
 NAME = "layer.weight"
 

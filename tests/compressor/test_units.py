@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from tiny_plans import plan_of, published_plan, tiny
 
 from memopt.compressor.checkpoint.checkpoint import StoredTensor
-from memopt.compressor.checkpoint.dtypes import ITEM_SIZE_BYTES, tensor_size_bytes
-from memopt.compressor.checkpoint.header import LENGTH_SIZE_BYTES, parse_header
 from memopt.compressor.checkpoint.source_tensor import SourceFormat, SourceTensor
 from memopt.compressor.families.roles import Role, TensorSpec
 from memopt.compressor.tensor_plan import Fate, OutputTensor, TensorPlan
 from memopt.compressor.units import DEFAULT_MAX_FILE_BYTES, Unit, build_units, output_size_bytes
+from memopt.manifests.dtypes import ITEM_SIZE_BYTES, tensor_size_bytes
+from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES, parse_header
 
 DTYPES = ["U8", "F8_E4M3", "BF16", "F32", "I64"]
 

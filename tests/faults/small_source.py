@@ -8,8 +8,8 @@ from pathlib import Path
 from tiny_checkpoints import make_checkpoint
 
 import memopt
-from memopt.compressor.checkpoint.header import read_header
 from memopt.compressor.pipeline import RunResult
+from memopt.manifests.safetensors_header import read_header
 
 MAX_FILE_BYTES = 200_000
 OPTIONS = memopt.PlanOptions(max_file_bytes=MAX_FILE_BYTES, tensor_parallel=1)

@@ -17,11 +17,11 @@ import memopt
 from faults.small_source import EXPERT, EXPERT_SCALE, FLAGS, OPTIONS, compress, edit_tensor, file_of
 from faults.trees import tree
 from memopt.compressor import tensor_work
-from memopt.compressor.checkpoint.header import read_header
 from memopt.compressor.pipeline import run_plan
 from memopt.compressor.progress import Progress
 from memopt.compressor.quantize.backend import CpuBackend
 from memopt.errors import MemoptError, NonFiniteError, SourceChangedError, TruncatedError
+from memopt.manifests.safetensors_header import read_header
 
 # The last tensor that the small source's plan reads.
 LAST = "model.layers.2.mlp.experts.3.down_proj.weight"

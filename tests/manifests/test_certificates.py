@@ -174,8 +174,11 @@ def test_no_roots_trust_nobody() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [ed25519.Ed25519PrivateKey.generate(), rsa.generate_private_key(65537, 2048)]
-    + [ec.generate_private_key(ec.SECP256K1())],
+    [
+        ed25519.Ed25519PrivateKey.generate(),
+        rsa.generate_private_key(65537, 2048),
+        ec.generate_private_key(ec.SECP256K1()),
+    ],
     ids=["ed25519", "rsa", "secp256k1"],
 )
 def test_leaf_keys_of_other_kinds_are_unsupported(key: object) -> None:

@@ -120,9 +120,9 @@ def test_openssl_reads_our_keys_and_we_read_its_keys(tmp_path: Path) -> None:
     ours = save(tmp_path / "ours.pem", passphrase=b"pass")
     subprocess.run(["openssl", "pkey", "-in", ours, "-passin", "pass:pass", "-noout"], check=True, capture_output=True)
     theirs = tmp_path / "theirs.pem"
+    command = "openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-384 -aes256 -pass pass:geheim -out"
     subprocess.run(
-        ["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-384"]
-        + ["-aes256", "-pass", "pass:geheim", "-out", theirs],
+        [*command.split(), theirs],
         check=True,
         capture_output=True,
     )

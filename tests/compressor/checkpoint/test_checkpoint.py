@@ -13,8 +13,6 @@ from refusals import assert_refusal, refusal, within_seconds
 from tiny_checkpoints import TINY_GLM5, make_checkpoint
 
 from memopt.compressor.checkpoint.checkpoint import open_checkpoint, raise_first, scan_checkpoint
-from memopt.compressor.checkpoint.header import TensorHeader, render_header
-from memopt.compressor.checkpoint.index import INDEX_NAME
 from memopt.errors import (
     ConfigError,
     HeaderError,
@@ -27,6 +25,8 @@ from memopt.errors import (
     TruncatedError,
     UsageError,
 )
+from memopt.manifests.safetensors_header import TensorHeader, render_header
+from memopt.manifests.safetensors_index import INDEX_NAME
 
 NAME = "glm-4.7-fp8"
 FIRST, SECOND = "model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from memopt.compressor.checkpoint.header import read_header
 from memopt.compressor.checkpoint.hub import HubReference, RetryPolicy, download_headers, verify_unchanged
 from memopt.errors import (
     HeaderError,
@@ -23,6 +22,7 @@ from memopt.errors import (
     SourceChangedError,
     TruncatedError,
 )
+from memopt.manifests.safetensors_header import read_header
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hub_server import Cut, HubServer, running_hub

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 
-from memopt.compressor.checkpoint.header import TensorHeader, render_header
 from memopt.compressor.checkpoint.writer import UnitFile, write_atomically
 from memopt.errors import DiskFullError, MemoptIOError, OutputError, SizeMismatchError
+from memopt.manifests.safetensors_header import TensorHeader, render_header
 
 NAME = "model-00001-of-00001.safetensors"
 

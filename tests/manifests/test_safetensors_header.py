@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from refusals import within_seconds
 from safetensors.torch import save, save_file
 
-from memopt.compressor.checkpoint.dtypes import ITEM_SIZE_BYTES, tensor_size_bytes
-from memopt.compressor.checkpoint.header import (
+from memopt.errors import MemoptError
+from memopt.manifests.dtypes import ITEM_SIZE_BYTES, tensor_size_bytes
+from memopt.manifests.safetensors_header import (
     LENGTH_SIZE_BYTES,
     METADATA_KEY,
     FileHeader,
@@ -25,7 +26,6 @@ from memopt.compressor.checkpoint.header import (
     read_header,
     render_header,
 )
-from memopt.errors import MemoptError
 
 FILE = "model-00001-of-00002.safetensors"
 NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name != METADATA_KEY)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
 
-from memopt.compressor.checkpoint.index import (
+from memopt.errors import IndexFileError, MissingFileError
+from memopt.manifests.safetensors_index import (
     INDEX_NAME,
     MAX_INDEX_SIZE_BYTES,
     is_plain_file_name,
@@ -19,7 +20,6 @@ from memopt.compressor.checkpoint.index import (
     read_index,
     render_index,
 )
-from memopt.errors import IndexFileError, MissingFileError
 
 TENSOR = "model.layers.0.mlp.gate.weight"
 SHARD = "model-00001-of-00002.safetensors"

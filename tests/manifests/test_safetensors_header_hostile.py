@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from refusals import refusal, within_seconds
 
-from memopt.compressor.checkpoint.header import MAX_HEADER_SIZE_BYTES, read_header
 from memopt.errors import (
     HeaderError,
     LayoutError,
@@ -20,6 +19,7 @@ from memopt.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from memopt.manifests.safetensors_header import MAX_HEADER_SIZE_BYTES, read_header
 
 SHARD = "model-00007-of-00142.safetensors"
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal, within_seconds
 
-from memopt.compressor.checkpoint.strict_json import parse_json_object, read_capped
 from memopt.errors import ConfigError, IndexFileError, LayoutError, MissingFileError
+from memopt.manifests.strict_json import parse_json_object, read_capped
 
 FILE = "config.json"
 VALUES = st.recursive(
