@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +74,10 @@ def token_windows(source: Path, count: int) -> Tensor:
 def logprobs(folder: Path, windows: Tensor, *, is_release: bool) -> Tensor:
     """float32 [windows, tokens - 1, vocabulary]: what each token but the last makes of the next."""
     quantization = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_release else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **quantization)
+    with warnings.catch_warnings():
+        # "The quantization_config from the model will be used", which is the point.
+        warnings.filterwarnings("ignore", "You passed `quantization_config`", UserWarning)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **quantization)
     model = model.to(torch.float32).eval()
     parts = [model(part, use_cache=False).logits[:, :-1].log_softmax(-1) for part in windows.split(BATCH)]
     return torch.cat(parts)

@@ -19,7 +19,7 @@ from memopt.compressor.checkpoint.hub_batch import ProgressMeter, run_batch
 from memopt.compressor.checkpoint.hub_cache import disk_errors
 from memopt.compressor.checkpoint.hub_http import HubClient, is_offline
 from memopt.compressor.checkpoint.hub_types import ProgressCallback
-from memopt.compressor.hub_release import ReleaseFile, compare, list_files, named, refused_verdict
+from memopt.compressor.hub_release import ReleaseFile, compare, list_files, named, refused_verdict, repository
 from memopt.compressor.partial_release import PartialRelease, check_dest, sync
 from memopt.errors import (
     BundleError,
@@ -77,20 +77,21 @@ class PullResult:
 
 
 def pull_release(
-    reference: HubReference,
+    repo: str | HubReference,
     dest: str | Path,
     policy: TrustPolicy,
     options: PullOptions | None = None,
     progress: ProgressCallback | None = None,
     hashing: HashCallback | None = None,
 ) -> PullResult:
-    """Download the release of `reference` at one commit into `dest` (absent or empty), and verify it there.
+    """Download the release of `repo` (org/name@revision) at one commit into `dest` (absent or empty), and verify it.
 
     Until it verifies it lies in DEST.partial, where a second run continues it. Raises OutputError (`dest` is taken),
     what the verification found, MissingFileError, ContentError (the Hub publishes another digest than the signed one),
     UsageError (no such repository, no access), NetworkError, DiskFullError.
     """
     chosen = options or PullOptions()
+    reference = repository(repo) if isinstance(repo, str) else repo
     started = time.monotonic()
     partial = PartialRelease(Path(dest).absolute())
     check_dest(partial.dest)

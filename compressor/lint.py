@@ -41,6 +41,14 @@ NEVER_INT4 = {
 IGNORED_BY_ENGINES = {Role.ROUTER, Role.MTP_PROJECTION, Role.VISION}
 # Marlin's tile: hidden size of a WNA16 MoE layer (vllm marlin_utils.py).
 MARLIN_HIDDEN_MULTIPLE = 128
+# Measured with transformers 5.24 (tests/differential).
+TRANSFORMERS_MODEL_NOTES = {
+    "kimi_k2": (
+        "has no model type kimi_k2: pass config=AutoConfig.for_model(**config) with model_type deepseek_v3; "
+        "DeepseekV3ForCausalLM.from_pretrained alone leaves the experts unloaded"
+    ),
+    "kimi_k25": "load with AutoModelForImageTextToText; AutoModelForCausalLM refuses the model type",
+}
 SIGNED_SCALE_NOTE = (
     "scales may be negative (mse-signed): legal W4A16, but the opt-in int8-activation Marlin path reads them as "
     "unsigned (vLLM #48905); leave it off, or use `scale: mse`"
@@ -67,6 +75,7 @@ class LintSubject:
     engines: tuple[str, ...]
     is_config_rewritten: bool
     names_code: bool
+    family: str
 
     def finding(self, engines: tuple[str, ...], rule: str, message: str, module: str = "") -> Iterator[EngineNote]:
         for engine in engines:
@@ -134,15 +143,30 @@ def _config_matches_tensors(subject: LintSubject) -> Iterator[EngineNote]:
                 return
         return
     names, patterns = _ignore_list(quantization)
+    kept: list[str] = []
     for plan in subject.plans:
         module = plan.source.spec.module
         is_quantized = plan.is_int4 or plan.is_float8
         is_ignored = module in names or any(pattern.match(module) for pattern in patterns)
-        if is_quantized == is_ignored and (is_quantized or plan.source.spec.role not in IGNORED_BY_ENGINES):
+        if is_quantized == is_ignored and (is_quantized or not _is_left_out(plan, subject)):
             message = "is quantized but `ignore` names it" if is_quantized else "is not quantized and `ignore` lacks it"
-            is_harmless = not subject.is_config_rewritten and not is_quantized
-            engines = () if is_harmless else ALL_ENGINES
-            yield from subject.finding(engines, "ignore-list", message, module)
+            if is_quantized or subject.is_config_rewritten:
+                yield from subject.finding(ALL_ENGINES, "ignore-list", message, module)
+            else:
+                # The publisher's own block, kept byte for byte: vLLM and SGLang serve it as it is.
+                kept.append(module)
+    if kept:
+        message = (
+            f"the source's own `ignore` lacks {len(kept)} modules that are not quantized: "
+            "load with CompressedTensorsConfig(dequantize=True)"
+        )
+        yield EngineNote("transformers", "note", "ignore-list", message, kept[0])
+
+
+def _is_left_out(plan: TensorPlan, subject: LintSubject) -> bool:
+    """Whether every engine leaves a module out by itself; transformers does not know Kimi's vision modules."""
+    role = plan.source.spec.role
+    return role in IGNORED_BY_ENGINES and (subject.is_config_rewritten or role is not Role.VISION)
 
 
 def _ignore_list(quantization: dict[str, Any]) -> tuple[set[str], list[re.Pattern[str]]]:
@@ -189,6 +213,12 @@ def _code(subject: LintSubject) -> Iterator[EngineNote]:
         yield EngineNote("transformers", "note", "auto-map", message)
 
 
+def _model_class(subject: LintSubject) -> Iterator[EngineNote]:
+    message = TRANSFORMERS_MODEL_NOTES.get(subject.family)
+    if message is not None:
+        yield EngineNote("transformers", "note", "model-class", message)
+
+
 def _mtp(subject: LintSubject) -> Iterator[EngineNote]:
     if any(plan.source.spec.is_mtp for plan in subject.plans):
         yield EngineNote("transformers", "note", "mtp", "MTP layers are skipped on load; vLLM and SGLang use them")
@@ -203,6 +233,7 @@ _RULES = (
     _config_rules,
     _scale_sign,
     _code,
+    _model_class,
     _mtp,
 )
 
@@ -214,13 +245,14 @@ def lint(
     *,
     is_config_rewritten: bool,
     names_code: bool = False,
+    family: str = "",
 ) -> tuple[EngineNote, ...]:
     """Every finding, errors first. `quantization`: the block that config.json will hold.
 
-    `names_code`: whether config.json refers to Python files that the release will not have.
+    `names_code`: whether config.json refers to Python files that the release will not have. `family`: its name.
     """
     linear = tuple(plan for plan in plans if plan.source.spec.is_linear and plan.outputs)
-    subject = LintSubject(linear, quantization, engines, is_config_rewritten, names_code)
+    subject = LintSubject(linear, quantization, engines, is_config_rewritten, names_code, family)
     notes = [note for rule in _RULES for note in rule(subject)]
     return tuple(sorted(notes, key=lambda note: note.severity != "error"))
 

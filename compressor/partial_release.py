@@ -53,12 +53,14 @@ class PartialRelease:
                         f"another pull is writing to {self.root}", remedy="wait for it, or name another DEST"
                     ) from None
                 # A file system without locks: nobody is kept out, and the digests show what two writers spoil.
-            yield
+            try:
+                yield
+            finally:
+                if not self.tree.exists():
+                    # Finished, or refused before anything worth keeping came.
+                    shutil.rmtree(self.root, ignore_errors=True)
         finally:
             os.close(descriptor)
-            if not self.tree.exists():
-                # Finished, or refused before anything worth keeping came.
-                shutil.rmtree(self.root, ignore_errors=True)
 
     def expect(self, digests: Mapping[str, str]) -> None:
         """Keep what an earlier run brought of files with these digests (hex), remove everything else."""

@@ -147,7 +147,14 @@ def build_plan(
     is_rewritten = any(plan.fate in {Fate.QUANTIZED, Fate.CONVERTED} for plan in tensors)
     quantization = build_quantization_config(tensors) if is_rewritten else checkpoint.config.quantization
     names_code = "auto_map" in checkpoint.config.raw and not options.allow_code
-    notes = lint(tensors, quantization, recipe.engines, is_config_rewritten=is_rewritten, names_code=names_code)
+    notes = lint(
+        tensors,
+        quantization,
+        recipe.engines,
+        is_config_rewritten=is_rewritten,
+        names_code=names_code,
+        family=family.name,
+    )
     raise_on_error(notes)
     _check_tensor_parallel(tensors, options.tensor_parallel or recipe.tensor_parallel)
     units = build_units(tensors, options.max_file_bytes)

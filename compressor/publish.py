@@ -16,6 +16,7 @@ from memopt.compressor.hub_release import (
     list_files,
     named,
     refused_verdict,
+    repository,
 )
 from memopt.compressor.hub_upload import CommitRequest, UploadProgress, upload_commit
 from memopt.compressor.local_release import LocalRelease
@@ -54,19 +55,20 @@ class PushResult:
 
 def push_release(
     folder: str | Path,
-    reference: HubReference,
+    repo: str | HubReference,
     policy: TrustPolicy,
     options: PushOptions | None = None,
     progress: UploadProgress | None = None,
     hashing: HashCallback | None = None,
 ) -> PushResult:
-    """Verify `folder`, send what the branch `reference` lacks, and compare every remote file with what was signed.
+    """Verify `folder`, send what `repo` (org/name@branch) lacks, and compare every remote file with what was signed.
 
     Nothing is requested before the release verifies, and nothing is written into it. A second run sends only what is
     missing. Raises what the verification found, LayoutError (remote files that the release lacks; a remote file that
     is missing afterwards), ContentError (a remote digest differs), UsageError, NetworkError.
     """
     chosen = options or PushOptions()
+    reference = repository(repo) if isinstance(repo, str) else repo
     started = time.monotonic()
     verdict = verify_release(folder, policy, chosen.verify, hashing)
     if not verdict.is_ok:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_CHAIN = 10
 _MIN_RSA_BITS = 2048
+_MIN_EC_BITS = 256
 _SIGNATURE_HASHES = {"sha256", "sha384", "sha512"}
 
 
@@ -117,14 +118,14 @@ def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bo
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
     key = issuer.public_key()
-    is_strong = isinstance(key, ec.EllipticCurvePublicKey) or (
+    is_strong = (isinstance(key, ec.EllipticCurvePublicKey) and key.key_size >= _MIN_EC_BITS) or (
         isinstance(key, rsa.RSAPublicKey) and key.key_size >= _MIN_RSA_BITS
     )
     algorithm = certificate.signature_hash_algorithm
     if not is_strong or algorithm is None or algorithm.name not in _SIGNATURE_HASHES:
         raise SignatureError(
             f"certificate {_name(certificate)} is signed with a weak or unknown algorithm",
-            remedy="EC or RSA of 2048 bits or more, with SHA-256, SHA-384 or SHA-512",
+            remedy="EC of 256 bits or RSA of 2048 bits or more, with SHA-256, SHA-384 or SHA-512",
         )
     try:
         certificate.verify_directly_issued_by(issuer)

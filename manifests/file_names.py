@@ -41,7 +41,8 @@ def _fault(name: str) -> str:
         return "is not UTF-8"
     if len(encoded) > MAX_NAME_BYTES:
         return f"is longer than {MAX_NAME_BYTES} bytes"
-    if any(unicodedata.category(character) in _HIDDEN_CATEGORIES for character in name):
+    is_plain = name.isascii() and name.isprintable()
+    if not is_plain and any(unicodedata.category(character) in _HIDDEN_CATEGORIES for character in name):
         return "holds a control or hidden character"
     if "\\" in name or ":" in name:
         return "holds a backslash or colon"

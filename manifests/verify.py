@@ -145,8 +145,7 @@ class _Verification:
         tree = scan_tree(root_fd)
         needed = self._needed(release)
         self._num_needed = len(needed)
-        sizes = self._check_layout(tree, release, needed)
-        readable = {name: size for name, size in sizes.items() if name not in unusable}
+        readable = self._check_layout(tree, release, needed, unusable)
         files = SignedFiles(root_fd, release.signed_file)
         self._check_parts(files, release, readable)
         self._check_content(root_fd, release, readable)
@@ -160,8 +159,13 @@ class _Verification:
             raise UsageError(f"the release has no rank {absent}", remedy=f"it has {len(known)} ranks, from 0 on")
         return needed_files(ranks, wanted)
 
-    def _check_layout(self, tree: Tree, release: TrustedRelease, needed: set[str]) -> dict[str, int]:
-        """Closed world: no file that is not signed, none missing. Gives the size of every file that can be checked."""
+    def _check_layout(
+        self, tree: Tree, release: TrustedRelease, needed: set[str], unusable: set[str]
+    ) -> dict[str, int]:
+        """Closed world: no file that is not signed, none missing. Gives the size of every file that can be checked.
+
+        `unusable`: files with a finding already.
+        """
         for error in check_tree(tree, release, self._policy):
             self.add(error)
         blocked = {problem.file or "" for problem in tree.problems}
@@ -174,6 +178,8 @@ class _Verification:
                     self.add(missing(name))
                 continue
             signed = release.sizes.get(name, status.size_bytes)
+            if name in unusable:
+                continue
             if status.size_bytes != signed:
                 message = f"the file has {status.size_bytes:,} bytes, {signed:,} were signed"
                 remedy = "fetch the file again; if it still differs, somebody changed it"

@@ -18,10 +18,12 @@ from memopt.version import __version__
 
 if TYPE_CHECKING:
     from memopt.compressor.api import compress, dequantize, inspect, plan, plan_config
+    from memopt.compressor.fetch_release import PullOptions, PullResult, pull_release
     from memopt.compressor.inspection import Inspection
     from memopt.compressor.pipeline import RunResult
     from memopt.compressor.plan import Plan, PlanOptions
     from memopt.compressor.progress import Progress
+    from memopt.compressor.publish import PushOptions, PushResult, push_release
     from memopt.compressor.recipe import Recipe, load_recipe
     from memopt.manifests.sign import SignOptions, SignResult, sign_release
     from memopt.manifests.verdict import Verdict
@@ -39,6 +41,12 @@ _HOMES = {
     "Plan": "memopt.compressor.plan",
     "PlanOptions": "memopt.compressor.plan",
     "Progress": "memopt.compressor.progress",
+    "PullOptions": "memopt.compressor.fetch_release",
+    "PullResult": "memopt.compressor.fetch_release",
+    "pull_release": "memopt.compressor.fetch_release",
+    "PushOptions": "memopt.compressor.publish",
+    "PushResult": "memopt.compressor.publish",
+    "push_release": "memopt.compressor.publish",
     "Recipe": "memopt.compressor.recipe",
     "load_recipe": "memopt.compressor.recipe",
     "SignOptions": "memopt.manifests.sign",
@@ -56,6 +64,10 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "Progress",
+    "PullOptions",
+    "PullResult",
+    "PushOptions",
+    "PushResult",
     "Recipe",
     "RunResult",
     "SignOptions",
@@ -69,6 +81,8 @@ __all__ = [
     "load_recipe",
     "plan",
     "plan_config",
+    "pull_release",
+    "push_release",
     "sign_release",
     "verify_release",
 ]

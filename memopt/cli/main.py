@@ -10,7 +10,7 @@ from importlib import import_module
 import click
 
 from memopt.cli.output import refuse
-from memopt.errors import InterruptedRunError, MemoptError, UsageError
+from memopt.errors import InterruptedRunError, MemoptError, UnsupportedError, UsageError
 from memopt.version import __version__
 
 # Command -> module that defines it; loaded only when asked for, so that `memopt verify` never waits for numba.
@@ -48,6 +48,15 @@ def cli() -> None:
     """
 
 
+def _unexpected(problem: Exception) -> MemoptError:
+    if isinstance(problem, ModuleNotFoundError) and not (problem.name or "memopt").startswith("memopt"):
+        # The verifier's image (deploy/Dockerfile) holds what `verify` and `exec` need, and no more.
+        remedy = "install memopt with its dependencies: pip install memopt"
+        return UnsupportedError(f"this installation has no Python package {problem.name}", remedy=remedy)
+    remedy = "a bug: please report it, with MEMOPT_TRACEBACK=1 set for details"
+    return MemoptError(f"{type(problem).__name__}: {problem}", remedy=remedy)
+
+
 def main() -> None:
     """Entry point: whatever goes wrong is one line (and, with --json, one verdict) and its exit code, no traceback.
 
@@ -71,6 +80,5 @@ def main() -> None:
     except Exception as problem:
         if os.environ.get("MEMOPT_TRACEBACK"):
             raise
-        remedy = "a bug: please report it, with MEMOPT_TRACEBACK=1 set for details"
-        command, error = "", MemoptError(f"{type(problem).__name__}: {problem}", remedy=remedy)
+        command, error = "", _unexpected(problem)
     refuse(command, error, as_json="--json" in sys.argv[1:], exit_code=int(error.exit_code))

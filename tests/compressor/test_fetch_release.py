@@ -285,8 +285,10 @@ def test_dest_must_be_free(hub: HubServer, release: Path, dest: Path) -> None:
 
 def test_one_pull_at_a_time(hub: HubServer, release: Path, dest: Path) -> None:
     hub.add("org/tiny", release)
-    with PartialRelease(dest).locked(), refusal(OutputError, "another pull"):
-        pull(dest)
+    with PartialRelease(dest).locked():
+        with refusal(OutputError, "another pull"):
+            pull(dest)
+        assert PartialRelease(dest).root.exists()
     pull(dest)
 
 

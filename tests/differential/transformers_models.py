@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def load_model(folder: Path, *, dequantize: bool) -> PreTrainedModel:
     elif table["model_type"] == "kimi_k2":
         # transformers 5.24 has no kimi_k2; the architecture, which config.json names, is DeepSeek-V3's.
         arguments["config"] = AutoConfig.for_model(**(table | {"model_type": "deepseek_v3"}))
-    model, report = loader.from_pretrained(folder, **arguments)
+    with warnings.catch_warnings():
+        # "The quantization_config from the model will be used", which is the point.
+        warnings.filterwarnings("ignore", "You passed `quantization_config`", UserWarning)
+        model, report = loader.from_pretrained(folder, **arguments)
     missing = {name for name in report["missing_keys"] if "mm_projector" not in name and "vision_tower" not in name}
     assert not missing
     assert not report["mismatched_keys"]

@@ -16,13 +16,12 @@ from release_files import policy_json
 from memopt.errors import MemoptError
 from memopt.manifests.policy import load_policy
 from memopt.manifests.release import open_release
-from memopt.manifests.verdict import Verdict
 from memopt.manifests.verify import VerifyOptions, verify_release
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table of hostile inputs (docs/threat-model.md): what is done to a signed release, what must come out.
+    """A row of the table of hostile inputs (docs/threat-model.md): what is done to a release, what must come out.
 
     `make` changes the folder, and may return another path to use in its place. `words` must be in the command's
     standard error, or with code 0 in its standard output. `policy`: trust.json. `clock`: seconds since 1970 (None:
@@ -34,7 +33,7 @@ class Case:
     code: int
     make: Callable[[Path], Path | None]
     words: tuple[str, ...] = ()
-    policy: Callable[[], str] = policy_json
+    policy: Callable[[Path], str] = lambda _folder: policy_json()
     strict: bool = False
     rank: int | None = None
     clock: int | None = None
@@ -51,13 +50,13 @@ class Outcomes:
     """How the three ways ended."""
 
     command: Outcome
-    verdict: Verdict
+    verify_code: int
     loader_code: int
     loader_error: MemoptError | None
 
     @property
     def codes(self) -> dict[str, int]:
-        return {"memopt verify": self.command.code, "verify_release": self.verdict.exit_code, "load": self.loader_code}
+        return {"memopt verify": self.command.code, "verify_release": self.verify_code, "load": self.loader_code}
 
 
 def _command(case: Case, folder: Path, policy: Path) -> Outcome:
@@ -67,10 +66,14 @@ def _command(case: Case, folder: Path, policy: Path) -> Outcome:
     return invoke(*arguments)
 
 
-def _verify(case: Case, folder: Path, policy: Path) -> Verdict:
+def _verify(case: Case, folder: Path, policy: Path) -> int:
     ranks = None if case.rank is None else (case.rank,)
     options = VerifyOptions(ranks=ranks, strict=case.strict, allow_linked_root=case.allow_linked_root)
-    return verify_release(folder, load_policy(policy), options)
+    try:
+        return verify_release(folder, load_policy(policy), options).exit_code
+    except MemoptError as problem:
+        # A policy that cannot be read, or a wrong call.
+        return int(problem.exit_code)
 
 
 def _load(case: Case, folder: Path, policy: Path) -> MemoptError | None:
@@ -90,9 +93,9 @@ def run_everywhere(case: Case, folder: Path, policy: Path) -> Outcomes:
     """Verify and load what the case made of a release."""
     with _clock(case.clock), case.around(), within_seconds(30):
         command = _command(case, folder, policy)
-        verdict = _verify(case, folder, policy)
+        code = _verify(case, folder, policy)
         error = _load(case, folder, policy)
-    return Outcomes(command, verdict, 0 if error is None else int(error.exit_code), error)
+    return Outcomes(command, code, 0 if error is None else int(error.exit_code), error)
 
 
 @contextmanager

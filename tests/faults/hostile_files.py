@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from faults.hostile_case import Case
 from tiny_releases import SHARDS, flip_byte, sign, sign_anyway
 
+from faults.hostile_case import Case
 from memopt.manifests.safetensors_index import INDEX_NAME
 
 CHUNK = 4 * 2**20
@@ -229,7 +229,10 @@ def _collision(first: str, second: str) -> Callable[[Path], None]:
 _FLIPS = {"first byte": 0, "before a boundary": CHUNK - 1, "after it": CHUNK, "middle": 5 * 2**20, "last byte": -1}
 
 CASES = (
-    *(Case(1, f"flipped bit, {place}", 4, _flip(FIRST, at), (FIRST, _BAD), is_big=True) for place, at in _FLIPS.items()),
+    *(
+        Case(1, f"flipped bit, {place}", 4, _flip(FIRST, at), (FIRST, _BAD), is_big=True)
+        for place, at in _FLIPS.items()
+    ),
     *(
         Case(1, f"flipped bit in {name}", 4, _flip(name, 2), (name,))
         for name in ("config.json", INDEX_NAME, "ledger.jsonl", "SHA256SUMS", "memopt.chunks", "memopt.manifest.json")

@@ -53,7 +53,12 @@ def test_other_curves_and_short_chains(curve: type[ec.EllipticCurve]) -> None:
 def test_an_rsa_authority_is_common_and_allowed() -> None:
     root = authority(key=rsa.generate_private_key(65537, 2048))
     assert check(leaf(root), roots=(root,))
-    weak = authority(key=rsa.generate_private_key(65537, 1024))
+
+
+@pytest.mark.parametrize("size", [1024, 224], ids=["RSA", "EC"])
+def test_a_weak_authority_is_refused(size: int) -> None:
+    key = rsa.generate_private_key(65537, size) if size == 1024 else ec.generate_private_key(ec.SECP224R1())
+    weak = authority(key=key)
     with refusal(SignatureError, "weak"):
         check(leaf(weak), roots=(weak,))
 

@@ -69,6 +69,16 @@ def test_a_short_policy_is_that_of_its_key() -> None:
     assert (POLICY.threshold, POLICY.allow_code, POLICY.clock_skew_seconds) == (1, False, 300)
 
 
+def test_the_documents_example_is_a_policy() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trust-policy.md").read_text()
+    example = page.split("```json\n")[1].split("```")[0]
+    policy = parse_policy(example.encode())
+    assert policy.identity == "glm-5.2-int4"
+    fields = {*json.loads(example), "certificate_roots"} - {"schema"}
+    assert fields == set(TrustPolicy.__dataclass_fields__)
+    assert all(f"`{name}`" in page or name == "keys" for name in fields)
+
+
 def test_every_field_is_read() -> None:
     root = authority()
     policy = parse_policy(
