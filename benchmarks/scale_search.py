@@ -117,7 +117,7 @@ def main() -> None:
             print(f"  default search: {ratio:.1f} x absmax's time (bound {MAX_RATIO:.0f} x): {ratio <= MAX_RATIO}")
             print(f"  default search: {100 * gain:.1f} % gained (bound {100 * MIN_GAIN:.0f} %): {gain >= MIN_GAIN}")
     codes, scale = experts[0]
-    seconds = best_seconds(lambda: cpu.dequantize_float8(codes, scale, BLOCK), options.runs)
+    seconds = best_seconds(lambda: cpu.dequantize_float8_bf16(codes, scale, BLOCK), options.runs)
     print(f"dequantize FP8 to BF16: {codes.nbytes / seconds / 1e9:.2f} GB/s of FP8")
     rows = cpu.quantize_int4(codes, scale, BLOCK, Int4Spec(32, "absmax"))
     seconds = best_seconds(lambda: cpu.dequantize_int4(rows.packed, rows.scale_bits, 32), options.runs)

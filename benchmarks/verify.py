@@ -114,8 +114,8 @@ def report(size: int, num_files: int, num_rounds: int, found: dict[str, Usage]) 
     net = (one.cpu_seconds - quick.cpu_seconds) / (plain.cpu_seconds - found["python"].cpu_seconds)
     print(f"  without start-up     {net:5.3f}")
     print(f"2 jobs / 1             {one.wall_seconds / found['verify 2 jobs'].wall_seconds:5.2f}x (wanted >= 1.7)")
-    print(f"start-up               {quick.cpu_seconds:5.3f} s of CPU, {quick.wall_seconds:5.3f} s of wall time: a whole")
-    print("                       --quick verification (wanted < 0.2)")
+    print(f"start-up               {quick.cpu_seconds:5.3f} s of CPU, {quick.wall_seconds:5.3f} s of wall time: all")
+    print("                       of a --quick verification (wanted < 0.2)")
 
 
 def main() -> None:

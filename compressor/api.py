@@ -8,19 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.compressor.checkpoint.checkpoint import raise_first
+from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
+from memopt.compressor.checkpoint.hub import parse_hub_reference
 from memopt.compressor.checkpoint.model_config import MAX_CONFIG_SIZE_BYTES, ModelConfig, parse_config
 from memopt.compressor.checkpoint.skeleton import skeleton_checkpoint
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.inspection import Inspection, inspect_scan
+from memopt.compressor.output_folder import check_output_place
 from memopt.compressor.pipeline import RunResult, run_plan
 from memopt.compressor.plan import Plan, PlanOptions, build_plan
+from memopt.compressor.preflight import check_before_download
 from memopt.compressor.progress import DownloadCallback, ProgressCallback
 from memopt.compressor.quantize.backend import Device, choose_backend
 from memopt.compressor.recipe import DEFAULT_RECIPES, Recipe, load_recipe
-from memopt.compressor.source import open_source, scanned_source
-from memopt.compressor.workspace import check_output_place
-from memopt.errors import ConfigError, UsageError
+from memopt.compressor.source import OpenedSource, continuable, local_folder, open_source, scanned_source
+from memopt.compressor.source_identity import SourceIdentity
+from memopt.errors import ConfigError, InterruptedRunError, UsageError
 from memopt.manifests.strict_json import read_capped
 
 if TYPE_CHECKING:
@@ -59,7 +62,8 @@ def plan(
     `source`: a folder or Hub repository; headers alone are read. `recipe`: a shipped recipe's name, a YAML file, a
     Recipe, or None for the family's default. Raises as `build_plan`.
     """
-    with scanned_source(source) as (scan, identity):
+    options = options or PlanOptions()
+    with scanned_source(source, allow_code=options.allow_code) as (scan, identity):
         raise_first(scan.problems)
         return build_plan(scan.checkpoint, _recipe(recipe, scan.checkpoint.config), options, identity)
 
@@ -94,14 +98,17 @@ def compress(
     if not str(source) or not str(out):
         # Path("") is the working directory: an unset shell variable must not fill it.
         raise UsageError(f"the {'source' if not str(source) else 'output'} has no name", remedy="name a folder")
-    if not str(source).startswith("hf://") and os.path.exists(source):
-        check_output_place(Path(source), Path(out))
-    opened = open_source(source, download=download)
-    built = build_plan(opened.checkpoint, _recipe(recipe, opened.checkpoint.config), options, opened.identity)
+    if workers is not None and workers < 1:
+        raise UsageError(f"{workers} workers do nothing", remedy="use 1 or more")
+    backend = choose_backend(device)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        recipe = load_recipe(str(recipe))
+    options = options or PlanOptions()
+    opened, built = _open_and_plan(source, Path(out), recipe, options, download)
     result = run_plan(
         built,
         Path(out),
-        backend=choose_backend(device),
+        backend=backend,
         workers=default_workers() if workers is None else workers,
         progress=progress,
         before_finish=opened.require_unchanged,
@@ -110,7 +117,45 @@ def compress(
         return result
     from memopt.manifests.sign import sign_release
 
-    return replace(result, root_digest=sign_release(out, signers, sign_options).root_digest)
+    try:
+        return replace(result, root_digest=sign_release(out, signers, sign_options).root_digest)
+    except KeyboardInterrupt:
+        raise InterruptedRunError(
+            f"stopped while {out} was signed: the release is finished, its signature is not",
+            remedy="run the same command again, or `memopt sign`: nothing is compressed anew",
+        ) from None
+
+
+def _open_and_plan(
+    source: str | Path,
+    out: Path,
+    recipe: Recipe | None,
+    options: PlanOptions,
+    download: DownloadCallback | None,
+) -> tuple[OpenedSource, Plan]:
+    """Of a Hub repository the plan comes first, from headers: what can be refused is refused before the download."""
+
+    def make_plan(checkpoint: Checkpoint, identity: SourceIdentity) -> Plan:
+        return build_plan(checkpoint, _recipe(recipe, checkpoint.config), options, identity)
+
+    reference = parse_hub_reference(str(source))
+    if reference is None:
+        check_output_place(local_folder(source), out)
+        opened = open_source(source)
+        return opened, make_plan(opened.checkpoint, opened.identity)
+    early = check_before_download(reference, out, make_plan, allow_code=options.allow_code)
+    with continuable(reference):
+        opened = open_source(
+            source,
+            download=download,
+            allow_code=options.allow_code,
+            listing=early.listing if early else None,
+            keep_free_bytes=early.keep_free_bytes if early else 0,
+        )
+        plan = make_plan(opened.checkpoint, opened.identity)
+        if early is not None:
+            early.require_same(plan)
+        return opened, plan
 
 
 def dequantize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt.compressor.plan import Plan
+from memopt.compressor.quantize.backend import CPU_CHUNK_BYTES
 from memopt.compressor.tensor_plan import Fate, TensorPlan
-from memopt.compressor.tensor_work import CHUNK_BYTES
 
 # Source bytes a second and core, measured by `make bench` on a 2.6 GHz EPYC with AVX-512 (docs/benchmarks.md).
 ROUNDING_BYTES_PER_SECOND = {"absmax": 0.45e9, "mse": 0.11e9, "mse-signed": 0.09e9}
@@ -45,5 +45,5 @@ def estimate(plan: Plan, workers: int) -> Estimate:
     held = max((_held_bytes(tensor) for tensor in plan.tensors), default=0)
     # Plan, header tables and ledger grow with the number of tensors, not with their size.
     tables = 6_000 * len(plan.tensors)
-    memory = BASE_MEMORY_BYTES + tables + workers * (WORKER_CHUNKS * CHUNK_BYTES + held)
+    memory = BASE_MEMORY_BYTES + tables + workers * (WORKER_CHUNKS * CPU_CHUNK_BYTES + held)
     return Estimate(seconds / max(workers, 1), workers, memory)

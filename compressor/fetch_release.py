@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from memopt.compressor.checkpoint.disk_errors import disk_errors
 from memopt.compressor.checkpoint.hub import HubFile, HubListing, HubReference, RetryPolicy
 from memopt.compressor.checkpoint.hub_answers import Target
 from memopt.compressor.checkpoint.hub_batch import ProgressMeter, run_batch
-from memopt.compressor.checkpoint.hub_cache import disk_errors
 from memopt.compressor.checkpoint.hub_http import HubClient, is_offline
 from memopt.compressor.checkpoint.hub_types import ProgressCallback
 from memopt.compressor.hub_release import ReleaseFile, compare, list_files, named, refused_verdict, repository
@@ -178,19 +178,23 @@ class _Fetch:
             shutil.rmtree(head, ignore_errors=True)
             head.mkdir()
             for file in self._signatures():
-                self._client.fetch_file(self._target(file), head / file.path, file.size_bytes, lambda _: None)
+                self._fetch_small(file, head)
         root_fd = open_root(head)
         try:
             release = check_trust(root_fd, policy, now)
-            if MANIFEST_NAME in release.digests and (file := self._manifest()):
+            manifest = self._manifest() if MANIFEST_NAME in release.digests else None
+            if manifest is not None:
                 with disk_errors(f"cannot use {head}"):
-                    self._client.fetch_file(self._target(file), head / file.path, file.size_bytes, lambda _: None)
+                    self._fetch_small(manifest, head)
             release = with_manifest(root_fd, release)
         finally:
             os.close(root_fd)
         for error in policy_errors(release, policy, now):
             raise error
         return release
+
+    def _fetch_small(self, file: HubFile, folder: Path) -> None:
+        self._client.fetch_file(self._target(file), folder / file.path, file.size_bytes, lambda _: None)
 
     def _signatures(self) -> list[HubFile]:
         found = [file for file in self._listing.files if is_signature_name(file.path)]

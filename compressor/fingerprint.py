@@ -8,14 +8,16 @@ from dataclasses import asdict
 
 from memopt.compressor.plan import Plan
 from memopt.compressor.quantize.rounding_rule import rounding_rule
+from memopt.compressor.release_file import render_release
 from memopt.version import __version__
 
 
 def plan_fingerprint(plan: Plan) -> str:
     """SHA-256 (hex) over everything that the output's bytes follow from, but the weights themselves.
 
-    Weights are covered while they are read: a file that is touched is refused, and a resumed run compares the digests
-    of what finished units read (see workspace.py).
+    All that release.json prints is covered by rendering it without results: files left behind and the versions of
+    libraries too. Weights are covered while they are read: a file that is touched is refused, a resumed run compares
+    the digests of what finished units read (resume.py), and a finished release is compared whole (complete.py).
     """
     identity = {
         "version": __version__,
@@ -27,5 +29,6 @@ def plan_fingerprint(plan: Plan) -> str:
         "options": asdict(plan.options),
         "small_files": [[file.name, file.size_bytes, file.sha256] for file in plan.small_files],
         "units": [hashlib.sha256(unit.header).hexdigest() for unit in plan.units],
+        "release_sha256": hashlib.sha256(render_release(plan)).hexdigest(),
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -13,12 +13,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from memopt.compressor.checkpoint.hub import HubReference
 from memopt.compressor.checkpoint.hub_http import hub_endpoint
-from memopt.errors import ContentError, MemoptError, NetworkError, UsageError
+from memopt.errors import ContentError, InterruptedRunError, MemoptError, NetworkError, UsageError
 from memopt.version import __version__
 
 if TYPE_CHECKING:
@@ -135,13 +136,14 @@ def _quiet() -> Iterator[None]:
     Its headers may ask for a list of agents, and hf_xet, which reads the environment, reports transfers.
     """
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+    from huggingface_hub.utils import logging
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     telemetry, verbosity, bars = constants.HF_HUB_DISABLE_TELEMETRY, logging.get_verbosity(), True
     in_environment = os.environ.get(_NO_TELEMETRY)
     constants.HF_HUB_DISABLE_TELEMETRY = True
     os.environ[_NO_TELEMETRY] = "1"
-    logging.set_verbosity_error()
+    logging.set_verbosity(ERROR)
     bars_from_environment = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None
     if not bars_from_environment:
         bars = not are_progress_bars_disabled()
@@ -175,6 +177,8 @@ def _plain_errors(reference: HubReference) -> Iterator[None]:
         yield
     except MemoptError:
         raise
+    except KeyboardInterrupt:
+        raise InterruptedRunError(f"{reference}: stopped during the upload", remedy=_RUN_AGAIN) from None
     except (_transport_error(), OSError, ValueError, RuntimeError) as problem:
         link: BaseException | None = problem
         while link is not None and not isinstance(link, HfHubHTTPError):

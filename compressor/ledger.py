@@ -7,16 +7,18 @@ ledger's size to the byte.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from memopt.compressor.tensor_plan import Fate, TensorPlan
 from memopt.manifests.safetensors_header import TensorHeader
 
-LEDGER_NAME = "ledger.jsonl"
 UNKNOWN_DIGEST = "0" * 64
 # Below this a figure is written as zero, so that its exponent has two digits.
 SMALLEST_FIGURE = 1e-98
+# What is written for a figure that no float32 sum can hold: squares of weights above 1.8e19 overflow.
 LARGEST_FIGURE = 9.9e98
 
 
@@ -35,11 +37,18 @@ class ErrorFigures:
 
     @property
     def relative_mse(self) -> float:
+        """Infinite if a sum overflowed: how far the weights are is then unknown, not small."""
+        if not (math.isfinite(self.sq_error) and math.isfinite(self.energy)):
+            return math.inf
         return self.sq_error / self.energy if self.energy else 0.0
 
     @property
     def clipped_share(self) -> float:
         return self.num_clipped / self.num_weights if self.num_weights else 0.0
+
+    def summary(self) -> ErrorSummary:
+        """The figures as release.json prints them."""
+        return ErrorSummary(*(float(fixed_width(x)) for x in (self.relative_mse, self.max_error, self.clipped_share)))
 
     def __add__(self, other: ErrorFigures) -> ErrorFigures:
         return ErrorFigures(
@@ -52,17 +61,27 @@ class ErrorFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorResult:
-    """What one tensor's work gave: digests by stored name of every part read and written, and error figures."""
+class ErrorSummary:
+    """A role's error figures with seven digits, as printed: LARGEST_FIGURE stands for one that overflowed."""
 
-    source_sha256: dict[str, str]
-    output_sha256: dict[str, str]
+    relative_mse: float
+    max_error: float
+    clipped_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    """What one tensor's work gave: the SHA-256 (hex) of every part read, by stored name, and error figures."""
+
+    source_sha256: Mapping[str, str]
     errors: ErrorFigures | None = None
 
 
 def figure(value: float) -> float:
-    """`value` kept within the range whose text has a fixed width."""
-    return 0.0 if abs(value) < SMALLEST_FIGURE else min(value, LARGEST_FIGURE)
+    """`value` kept within the range whose text has a fixed width; NaN counts as overflowed."""
+    if math.isnan(value):
+        return LARGEST_FIGURE
+    return 0.0 if value < SMALLEST_FIGURE else min(value, LARGEST_FIGURE)
 
 
 def fixed_width(value: float) -> str:
@@ -81,10 +100,18 @@ def ledger_line(row: dict[str, Any]) -> bytes:
 
 
 def ledger_row(
-    plan: TensorPlan, file_name: str, placed: dict[str, TensorHeader], result: TensorResult | None
+    plan: TensorPlan,
+    file_name: str,
+    placed: Mapping[str, TensorHeader],
+    result: TensorResult | None = None,
+    output_sha256: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The row of one tensor; without a `result` its digests and figures are zeros of the same width."""
-    digests = result or TensorResult({}, {})
+    """The row of one tensor in file `file_name`, whose tensors lie as `placed` says (by name).
+
+    `output_sha256`: hex, by output name. Digests and figures that are not given are zeros of the same width.
+    """
+    found = result or TensorResult({})
+    written = output_sha256 or {}
     row: dict[str, Any] = {
         "tensor": plan.source.spec.name,
         "role": str(plan.source.spec.role),
@@ -102,7 +129,7 @@ def ledger_row(
                 "offset": part.start,
                 "size_bytes": part.size_bytes,
                 # A dropped tensor is never read, so that it has no digest.
-                "sha256": digests.source_sha256.get(part.name, UNKNOWN_DIGEST) if plan.outputs else None,
+                "sha256": found.source_sha256.get(part.name, UNKNOWN_DIGEST) if plan.outputs else None,
             }
             for part in plan.source.parts
         ],
@@ -113,13 +140,13 @@ def ledger_row(
                 "dtype": output.dtype,
                 "shape": list(output.shape),
                 "data_offsets": [placed[output.name].start, placed[output.name].end],
-                "sha256": digests.output_sha256.get(output.name, UNKNOWN_DIGEST),
+                "sha256": written.get(output.name, UNKNOWN_DIGEST),
             }
             for output in plan.outputs
         ],
     }
     if plan.fate is Fate.QUANTIZED:
-        errors = digests.errors or ErrorFigures()
+        errors = found.errors or ErrorFigures()
         row["error"] = {
             "relative_mse": errors.relative_mse,
             "max_error": errors.max_error,

@@ -1,28 +1,28 @@
-"""Which small files of a checkpoint come along, byte for byte: tokenizer, templates, generation config, licence."""
+"""The small files of a release that come from its source, byte for byte: tokenizer, templates, licence and others."""
 
 from __future__ import annotations
 
 import hashlib
-import re
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME
-from memopt.errors import LayoutError, MalformedError
-from memopt.manifests.safetensors_index import INDEX_NAME, WEIGHT_SUFFIX, is_plain_file_name
-from memopt.manifests.strict_json import read_capped
-
-CODE_SUFFIX = ".py"
-MAX_METADATA_SIZE_BYTES = 512 * 2**20
-# What memopt itself writes into a release: made anew, never copied from a source that is a release already.
-RELEASE_FILE_NAMES = {"release.json", "ledger.jsonl", "SHA256SUMS", "model.sig", "quality.json", "report.html"}
-_RELEASE_FILE = re.compile(r"memopt\..*|model\.[0-9a-f]{8}\.sig")
-_WANTED = re.compile(
-    r"tokenizer.*\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
-    r"|.*\.tiktoken|.*\.jinja|chat_template\.json|generation_config\.json|.*processor_config\.json"
-    r"|.*preprocessor.*\.json|LICENSE.*|NOTICE.*|USE_POLICY.*|THIRD_PARTY_NOTICES.*",
-    re.IGNORECASE,
+from memopt.compressor.checkpoint.small_files import (
+    CODE_SUFFIX,
+    FOLDER_MARK,
+    MAX_METADATA_SIZE_BYTES,
+    SkippedFile,
+    SourceFile,
+    sort_small_files,
 )
+from memopt.errors import LayoutError, MalformedError
+from memopt.manifests.code_check import config_names
+from memopt.manifests.strict_json import parse_json_object, read_capped
+
+_AUTO_MAP = "auto_map"
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,6 @@ class MetadataFile:
 
 
 @dataclass(frozen=True)
-class SkippedFile:
-    """A source file that is not copied, and why."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class MetadataSelection:
     """Files to copy as they are, and files left behind."""
 
@@ -51,17 +43,20 @@ class MetadataSelection:
     skipped: tuple[SkippedFile, ...]
 
 
-def is_metadata_file(name: str) -> bool:
-    """Whether a source file of this name is copied byte for byte."""
-    if name in {CONFIG_NAME, INDEX_NAME, *RELEASE_FILE_NAMES} or _RELEASE_FILE.fullmatch(name):
-        return False
-    return is_plain_file_name(name) and _WANTED.fullmatch(name) is not None
-
-
-def _skip_reason(name: str) -> str:
-    if name.endswith(CODE_SUFFIX):
-        return "code is not copied unless it is allowed (--allow-code)"
-    return "not a file that an engine needs beside the weights"
+def list_folder(folder: Path) -> tuple[SourceFile, ...]:
+    """What lies at the top of `folder`; LayoutError for a name that is not UTF-8."""
+    files: list[SourceFile] = []
+    for path in sorted(folder.iterdir()):
+        if not _is_utf8(path.name):
+            raise LayoutError(
+                f"{path.name!a} in {folder} is not a UTF-8 file name",
+                remedy="rename or remove it: release.json lists it",
+            )
+        if path.is_dir():
+            files.append(SourceFile(path.name + FOLDER_MARK, None))
+        else:
+            files.append(SourceFile(path.name, path.stat().st_size if path.is_file() else None))
+    return tuple(files)
 
 
 def _is_utf8(name: str) -> bool:
@@ -76,25 +71,52 @@ def read_metadata(path: Path) -> bytes:
     return read_capped(path, MAX_METADATA_SIZE_BYTES, MalformedError)
 
 
-def select_metadata(folder: Path, *, allow_code: bool) -> MetadataSelection:
-    """Sort the small files of `folder` into copied and skipped; weights, config, index, release files are neither."""
+def select_metadata(
+    folder: Path, listed: tuple[SourceFile, ...] | None = None, *, weights: Collection[str] = (), allow_code: bool
+) -> MetadataSelection:
+    """Sort the small files of a source into copied and skipped; weights, config, index, release files are neither.
+
+    `listed`: what the source holds, where that is known (a Hub repository: its folder in the cache belongs to others
+    too, so what else lies there does not count). None: whatever is in `folder`.
+    """
+    chosen, skipped = sort_small_files(
+        list_folder(folder) if listed is None else listed, weights=weights, allow_code=allow_code
+    )
     copied: list[MetadataFile] = []
-    skipped: list[SkippedFile] = []
-    for path in sorted(folder.iterdir()):
-        name = path.name
-        if not _is_utf8(name):
-            raise LayoutError(
-                f"{name!a} in {folder} is not a UTF-8 file name", remedy="rename or remove it: release.json lists it"
-            )
-        if name in {CONFIG_NAME, INDEX_NAME, *RELEASE_FILE_NAMES} or _RELEASE_FILE.fullmatch(name):
-            continue
-        if path.is_dir():
-            skipped.append(SkippedFile(name + "/", "folders are not copied"))
-        elif name.endswith(WEIGHT_SUFFIX):
-            continue
-        elif is_metadata_file(name) or (allow_code and name.endswith(CODE_SUFFIX)):
-            raw = read_metadata(path)
-            copied.append(MetadataFile(name, len(raw), hashlib.sha256(raw).hexdigest(), "source"))
-        else:
-            skipped.append(SkippedFile(name, _skip_reason(name)))
-    return MetadataSelection(tuple(copied), tuple(skipped))
+    for file in chosen:
+        raw = read_metadata(folder / file.name)
+        copied.append(MetadataFile(file.name, len(raw), hashlib.sha256(raw).hexdigest(), "source"))
+    return MetadataSelection(tuple(copied), skipped)
+
+
+def missing_code(config: dict[str, Any], folder: Path | None, copied: Collection[str]) -> tuple[str, ...]:
+    """The code that a configuration's auto_map names and the release lacks: "tokenizer_config.json names x.py", sorted.
+
+    `config`: config.json's table. Of `folder` the copied configurations are read that engines read.
+    """
+    tables = {CONFIG_NAME: config}
+    if folder is not None:
+        for name in config_names(copied):
+            # A malformed one is copied as it is; signing and verifying refuse it.
+            with suppress(MalformedError):
+                tables[name] = parse_json_object(read_metadata(folder / name), name, MalformedError)
+    return tuple(
+        sorted({f"{name} names {code}" for name, table in tables.items() for code in _named_code(table) - set(copied)})
+    )
+
+
+def _named_code(table: dict[str, Any]) -> set[str]:
+    """Files that auto_map tables at any depth name: "x.Class" is x.py, "org/name--x.Class" a file of a repository."""
+    found: set[str] = set()
+    pending: list[tuple[Any, bool]] = [(table, False)]
+    while pending:
+        value, is_map = pending.pop()
+        if isinstance(value, dict):
+            pending += [(item, is_map or key == _AUTO_MAP) for key, item in value.items()]
+        elif isinstance(value, list):
+            pending += [(item, is_map) for item in value]
+        elif is_map and isinstance(value, str) and "." in value:
+            repository, dashes, reference = value.rpartition("--")
+            module = reference.rpartition(".")[0] + CODE_SUFFIX
+            found.add(f"{repository}: {module}" if dashes else module)
+    return found

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from memopt.compressor.checkpoint.hub_cache import disk_errors
-from memopt.errors import DiskFullError, MalformedError, MissingFileError, OutputError
+from memopt.compressor.checkpoint.disk_errors import disk_errors
+from memopt.errors import DiskFullError, InterruptedRunError, MalformedError, MissingFileError, OutputError
 from memopt.manifests.digest import is_hex_digest
 from memopt.manifests.strict_json import parse_json_object, read_capped
 
@@ -36,7 +36,10 @@ class PartialRelease:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder, and keep other pulls to the same place out; OutputError if one is running."""
+        """Make the folder, and keep other pulls to the same place out; OutputError if one is running.
+
+        Ctrl-C inside becomes InterruptedRunError.
+        """
         check_dest(self.dest)
         with disk_errors(f"cannot use {self.root}"):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,6 +58,10 @@ class PartialRelease:
                 # A file system without locks: nobody is kept out, and the digests show what two writers spoil.
             try:
                 yield
+            except KeyboardInterrupt:
+                raise InterruptedRunError(
+                    f"stopped; what came so far is kept in {self.root}", remedy="run the same command again"
+                ) from None
             finally:
                 if not self.tree.exists():
                     # Finished, or refused before anything worth keeping came.

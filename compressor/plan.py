@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from memopt.compressor.alignment import require_divisible
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME, render_config
+from memopt.compressor.checkpoint.small_files import SkippedFile
 from memopt.compressor.checkpoint.source_tensor import scan_source
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.text_config import parse_text_config
 from memopt.compressor.ledger import ledger_line, ledger_row
 from memopt.compressor.lint import EngineNote, lint, raise_on_error
-from memopt.compressor.metadata_files import MetadataFile, MetadataSelection, SkippedFile, select_metadata
+from memopt.compressor.metadata_files import MetadataFile, MetadataSelection, missing_code, select_metadata
 from memopt.compressor.quantization_config import build_quantization_config
 from memopt.compressor.recipe import Recipe
 from memopt.compressor.source_identity import SourceIdentity
@@ -97,16 +99,21 @@ class Plan:
 
     def ledger_size_bytes(self) -> int:
         """Exact size of ledger.jsonl, in bytes."""
+        return self._ledger_size_bytes
+
+    @cached_property
+    def _ledger_size_bytes(self) -> int:
         return sum(len(line) for line in self.blank_ledger())
 
-    def blank_ledger(self) -> list[bytes]:
-        """The ledger with zero digests and figures: same lines, same widths."""
-        lines: list[bytes] = []
+    def blank_ledger(self) -> Iterator[bytes]:
+        """The ledger's lines with zero digests and figures: same lines, same widths."""
         for unit in self.units:
             placed = {header.name: header for header in unit.layout}
-            lines += [ledger_line(ledger_row(plan, unit.file_name, placed, None)) for plan in unit.tensors]
-        lines += [ledger_line(ledger_row(plan, "", {}, None)) for plan in self.tensors if not plan.outputs]
-        return lines
+            for plan in unit.tensors:
+                yield ledger_line(ledger_row(plan, unit.file_name, placed))
+        for plan in self.tensors:
+            if not plan.outputs:
+                yield ledger_line(ledger_row(plan, "", {}))
 
 
 def _check_tensor_parallel(plans: tuple[TensorPlan, ...], degree: int) -> None:
@@ -125,6 +132,14 @@ def _check_options(options: PlanOptions) -> None:
         raise UsageError(f"a file of at most {options.max_file_bytes} bytes holds nothing", remedy="use 1MB or more")
     if options.tensor_parallel is not None and options.tensor_parallel < 1:
         raise UsageError(f"tensor-parallel degree {options.tensor_parallel} is not positive")
+
+
+def _select_metadata(checkpoint: Checkpoint, options: PlanOptions) -> MetadataSelection:
+    if checkpoint.folder is None:
+        return MetadataSelection((), ())
+    return select_metadata(
+        checkpoint.folder, checkpoint.listed, weights=checkpoint.files.keys(), allow_code=options.allow_code
+    )
 
 
 def build_plan(
@@ -146,20 +161,20 @@ def build_plan(
     tensors = plan_tensors(recipe, family.name, scan.tensors)
     is_rewritten = any(plan.fate in {Fate.QUANTIZED, Fate.CONVERTED} for plan in tensors)
     quantization = build_quantization_config(tensors) if is_rewritten else checkpoint.config.quantization
-    names_code = "auto_map" in checkpoint.config.raw and not options.allow_code
+    metadata = _select_metadata(checkpoint, options)
+    copied = {file.name for file in metadata.copied}
     notes = lint(
         tensors,
         quantization,
         recipe.engines,
         is_config_rewritten=is_rewritten,
-        names_code=names_code,
+        missing_code=missing_code(checkpoint.config.raw, checkpoint.folder, copied),
         family=family.name,
     )
     raise_on_error(notes)
     _check_tensor_parallel(tensors, options.tensor_parallel or recipe.tensor_parallel)
     units = build_units(tensors, options.max_file_bytes)
     weight_map = {header.name: unit.file_name for unit in units for header in unit.layout}
-    folder: Path | None = checkpoint.folder
     return Plan(
         source=checkpoint,
         identity=identity or SourceIdentity(),
@@ -171,8 +186,6 @@ def build_plan(
         quantization=quantization,
         config_bytes=(render_config(checkpoint.config, quantization) if is_rewritten else checkpoint.config.raw_bytes),
         index_bytes=render_index(weight_map, sum(unit.data_size_bytes for unit in units)),
-        metadata=(
-            MetadataSelection((), ()) if folder is None else select_metadata(folder, allow_code=options.allow_code)
-        ),
+        metadata=metadata,
         notes=notes,
     )

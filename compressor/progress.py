@@ -6,12 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+Stage = Literal["write", "check"]
+WRITE_STAGE: Stage = "write"
+# What an earlier run left is read again.
+CHECK_STAGE: Stage = "check"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A moment of a run. Bytes are source bytes; `num_resumed_units` were finished by an earlier run.
+    """A moment of a run. `num_resumed_units` were finished by an earlier run.
 
+    Bytes are source bytes in stage "write"; in stage "check", all that is read again: of the source and of the output.
     `rate_bytes_per_second` counts this run's work alone; `remaining_seconds` is None until there is a rate.
     """
 
@@ -23,6 +30,7 @@ class Progress:
     current_unit: str
     rate_bytes_per_second: float
     remaining_seconds: float | None
+    stage: Stage = WRITE_STAGE
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -41,6 +49,7 @@ class ProgressMeter:
         *,
         resumed_bytes: int,
         num_resumed_units: int,
+        stage: Stage = WRITE_STAGE,
         interval_seconds: float = 0.1,
     ) -> None:
         self._callback = callback
@@ -48,6 +57,7 @@ class ProgressMeter:
         self._num_units = num_units
         self._resumed_bytes = resumed_bytes
         self._num_resumed_units = num_resumed_units
+        self._stage: Stage = stage
         self._interval_seconds = interval_seconds
         self._lock = threading.Lock()
         self._started = self._last_call = time.monotonic()
@@ -86,4 +96,5 @@ class ProgressMeter:
             self._current_unit,
             rate,
             left / rate if rate else None,
+            self._stage,
         )

@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from memopt.compressor.families.registry import FAMILIES
 from memopt.compressor.families.roles import Role, TensorSpec
+from memopt.compressor.safe_pattern import compile_pattern
 from memopt.errors import RecipeError
 from memopt.kernels.int4_spec import ErrorNorm, ScaleSearch
 from memopt.manifests.open_file import open_regular, read_exactly
 
 MAX_RECIPE_SIZE_BYTES = 2**18
 MAX_NESTING = 32
-MAX_PATTERN_LENGTH = 500
 DEFAULT_RECIPES = {
     "glm_moe_dsa": "glm-5.2-int4",
     "glm4_moe": "glm-4.7-int4",
@@ -56,8 +56,15 @@ class Int4Format(_Strict):
         return None if self.group_size == "channel" else int(self.group_size)
 
 
+class NativeInt4Format(_Strict):
+    """INT4 that the source has already, in groups of `group_size` weights, byte for byte; anything else is refused."""
+
+    type: Literal["native-int4"]
+    group_size: GroupSize = 32
+
+
 class Bf16Format(_Strict):
-    """BF16: FP8 is dequantized, BF16 and F32 are copied."""
+    """BF16: FP8 and INT4 are dequantized, BF16 and F32 are copied, F16 and F64 are refused."""
 
     type: Literal["bf16"]
 
@@ -68,7 +75,8 @@ class KeepFormat(_Strict):
     type: Literal["keep"]
 
 
-TargetFormat = Annotated[Int4Format | Bf16Format | KeepFormat, Field(discriminator="type")]
+Format = Int4Format | NativeInt4Format | Bf16Format | KeepFormat
+TargetFormat = Annotated[Format, Field(discriminator="type")]
 
 
 class Rule(_Strict):
@@ -87,12 +95,7 @@ class Rule(_Strict):
     @classmethod
     def _patterns_compile(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if len(name) > MAX_PATTERN_LENGTH:
-                raise ValueError(f"a pattern of {len(name)} characters, at most {MAX_PATTERN_LENGTH} are read")
-            try:
-                re.compile(name)
-            except (re.error, OverflowError) as problem:
-                raise ValueError(f"{name!r} is not a regular expression: {problem}") from None
+            compile_pattern(name)
         return names
 
     @model_validator(mode="after")
@@ -138,7 +141,7 @@ class Recipe(_Strict):
             raise ValueError(f"unknown family {', '.join(unknown)}; known: {', '.join(sorted(FAMILIES))}")
         return families
 
-    def format_of(self, spec: TensorSpec) -> Int4Format | Bf16Format | KeepFormat:
+    def format_of(self, spec: TensorSpec) -> Format:
         """The format that the first matching rule gives `spec`."""
         for rule in self.rules:
             if rule.matches(spec):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from memopt.compressor.fingerprint import plan_fingerprint
-from memopt.compressor.ledger import LEDGER_NAME, UNKNOWN_DIGEST, ErrorFigures, fixed_width
+from memopt.compressor.ledger import UNKNOWN_DIGEST, ErrorFigures, ErrorSummary, fixed_width
 from memopt.compressor.plan import Plan
 from memopt.compressor.quantize.rounding_rule import rounding_rule
 from memopt.compressor.tensor_plan import Fate
+from memopt.manifests.file_roles import LEDGER_NAME
 from memopt.version import __version__
 
-RELEASE_NAME = "release.json"
 FORMAT_VERSION = 1
 _LIBRARIES = ("numba", "numpy")
 _FIGURE_TOKEN = "\x00figure-{}\x00"
@@ -40,7 +40,6 @@ def _source(plan: Plan) -> dict[str, Any]:
     return {
         "kind": identity.kind,
         "repository": identity.repository,
-        "revision": identity.revision,
         "commit": identity.commit,
         "tensors": len(plan.source.tensors),
         "size_bytes": plan.source.size_bytes,
@@ -48,14 +47,24 @@ def _source(plan: Plan) -> dict[str, Any]:
     }
 
 
+def stages(plan: Plan) -> list[str]:
+    """What the weights are meant for (docs/design.md, "Words"): INT4 for decode, FP8 or BF16 for prefill."""
+    return ["decode" if any(tensor.is_int4 for tensor in plan.tensors) else "prefill"]
+
+
 def render_release(
     plan: Plan,
     *,
+    fingerprint: str = UNKNOWN_DIGEST,
     ledger_sha256: str = UNKNOWN_DIGEST,
-    errors_by_role: dict[str, ErrorFigures] | None = None,
+    errors_by_role: Mapping[str, ErrorSummary] | None = None,
 ) -> bytes:
-    """release.json's bytes. Without results, digests and figures are placeholders of the same width."""
+    """release.json's bytes. What is not given is a placeholder of the same width.
+
+    `fingerprint`: hex, see `plan_fingerprint`, which covers everything else that is printed here but the results.
+    """
     errors_by_role = errors_by_role or {}
+    nothing = ErrorFigures().summary()
     figures: list[float] = []
 
     def figure(value: float) -> str:
@@ -68,13 +77,13 @@ def render_release(
         "identity": {
             "name": plan.options.release_name or plan.recipe.name,
             "family": plan.family,
-            "plan_fingerprint": plan_fingerprint(plan),
+            "plan_fingerprint": fingerprint,
         },
         "source": _source(plan),
         "recipe": plan.recipe.model_dump(mode="json"),
         "tool": {"memopt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
         "formats": {"weights": _formats_by_role(plan), "kv_cache": "chosen at run time"},
-        "stages": ["prefill", "decode"],
+        "stages": stages(plan),
         "rounding": rounding_rule() if quantized_roles else None,
         "totals": {
             "fates": {str(fate): count for fate, count in plan.fate_counts.items()},
@@ -83,9 +92,9 @@ def render_release(
             "weights_size_bytes": plan.weights_size_bytes,
             "error": {
                 role: {
-                    "relative_mse": figure(errors_by_role.get(role, ErrorFigures()).relative_mse),
-                    "max_error": figure(errors_by_role.get(role, ErrorFigures()).max_error),
-                    "clipped_share": figure(errors_by_role.get(role, ErrorFigures()).clipped_share),
+                    "relative_mse": figure(errors_by_role.get(role, nothing).relative_mse),
+                    "max_error": figure(errors_by_role.get(role, nothing).max_error),
+                    "clipped_share": figure(errors_by_role.get(role, nothing).clipped_share),
                 }
                 for role in quantized_roles
             },

@@ -8,14 +8,13 @@ from enum import StrEnum
 from memopt.compressor.checkpoint.source_tensor import (
     PACKED,
     SCALE,
-    SCALE_INV,
     SHAPE,
     WEIGHT,
     SourceFormat,
     SourceTensor,
 )
 from memopt.compressor.families.roles import Role
-from memopt.compressor.recipe import Int4Format, KeepFormat, Recipe
+from memopt.compressor.recipe import Int4Format, KeepFormat, NativeInt4Format, Recipe
 from memopt.errors import AlignmentError, RecipeError, UnsupportedError
 from memopt.kernels.layout import CODES_PER_WORD, INT4_GROUP_SIZES
 from memopt.manifests.dtypes import tensor_size_bytes
@@ -23,6 +22,8 @@ from memopt.manifests.dtypes import tensor_size_bytes
 # On disk an int64 pair (out, in), as compressed-tensors writes it.
 SHAPE_DTYPE = "I64"
 CONVERTIBLE_DTYPES = {"BF16", "F8_E4M3"}
+# A plain tensor of such a type is not BF16, and making it so would round it without anyone asking.
+NOT_BF16_DTYPES = {"F16", "F64"}
 FLOAT8_FORMATS = {SourceFormat.FP8_BLOCK, SourceFormat.FP8_CHANNEL, SourceFormat.FP8_TENSOR}
 # Scale dtypes that vLLM's compressed-tensors FP8 loader takes as they are.
 KEPT_SCALE_DTYPES = {"F32", "BF16"}
@@ -123,6 +124,32 @@ def _quantized(source: SourceTensor, target: Int4Format) -> TensorPlan:
     return TensorPlan(source, Fate.QUANTIZED, outputs, target)
 
 
+def _native_int4(source: SourceTensor, target: NativeInt4Format) -> TensorPlan:
+    wanted = source.spec.shape[-1] if target.group_size == "channel" else target.group_size
+    if source.format is SourceFormat.INT4_PACKED and source.group_size == wanted:
+        return _copied(source)
+    raise RecipeError(
+        f"is {source.description}, but the recipe demands that it is INT4 in groups of {wanted} already",
+        tensor=source.spec.name,
+        file=source.weight.file,
+        remedy="choose a recipe that quantizes (`memopt inspect` suggests one), or `keep`",
+    )
+
+
+def _require_readable_block(source: SourceTensor) -> None:
+    """UnsupportedError for FP8 blocks that no kernel expands: a block that cuts a word of eight codes."""
+    if source.format is not SourceFormat.FP8_BLOCK or source.block is None:
+        return
+    rows, columns = source.block
+    if columns < source.spec.shape[1] and columns % CODES_PER_WORD:
+        raise UnsupportedError(
+            f"FP8 blocks of {rows}x{columns} cannot be read: {columns} columns are not a multiple of {CODES_PER_WORD}",
+            tensor=source.spec.name,
+            file=source.weight.file,
+            remedy="check weight_block_size in config.json; `keep` copies such blocks",
+        )
+
+
 def _copied(source: SourceTensor) -> TensorPlan:
     outputs = tuple(OutputTensor(part.name, part.dtype, part.shape) for part in source.parts)
     return TensorPlan(source, Fate.COPIED, outputs)
@@ -135,6 +162,9 @@ def plan_tensor(source: SourceTensor, recipe: Recipe) -> TensorPlan:
         return _copied(source)
     if source.spec.role is Role.BUFFER:
         return TensorPlan(source, Fate.DROPPED, (), reason="a buffer that every engine computes from config.json")
+    if isinstance(target, NativeInt4Format):
+        return _native_int4(source, target)
+    _require_readable_block(source)
     if isinstance(target, Int4Format):
         if source.format is not SourceFormat.INT4_PACKED:
             return _quantized(source, target)
@@ -147,14 +177,22 @@ def plan_tensor(source: SourceTensor, recipe: Recipe) -> TensorPlan:
             )
         return _copied(source)
     if source.format is SourceFormat.PLAIN:
+        if source.weight.dtype in NOT_BF16_DTYPES:
+            raise UnsupportedError(
+                f"{source.weight.dtype} does not become BF16: that would round it",
+                tensor=source.spec.name,
+                file=source.weight.file,
+                remedy="give this role `keep`, or convert the checkpoint to BF16 first",
+            )
         return _copied(source)
     return TensorPlan(source, Fate.CONVERTED, (OutputTensor(source.spec.name, "BF16", source.spec.shape),))
 
 
 def with_compressed_tensors_names(plan: TensorPlan) -> TensorPlan:
-    """The same plan with an FP8 scale under compressed-tensors' name (`weight_scale`), its values untouched.
+    """The same plan with an FP8 scale under compressed-tensors' name and in its shape, its values untouched.
 
-    vLLM 0.32 takes kept FP8 beside INT4 only in that spelling (docs/formats.md, "Mixed checkpoints").
+    vLLM 0.32 takes kept FP8 beside INT4 only in that spelling (docs/formats.md, "Mixed checkpoints"): `weight_scale`,
+    [out, 1] for one scale a channel, [1] for one a tensor.
     """
     scale = plan.source.scale
     if not plan.is_float8 or scale is None:
@@ -165,13 +203,11 @@ def with_compressed_tensors_names(plan: TensorPlan) -> TensorPlan:
             tensor=scale.name,
             remedy="use a recipe whose default is bf16",
         )
-    outputs = tuple(
-        OutputTensor(output.name.removesuffix(SCALE_INV) + SCALE, output.dtype, output.shape)
-        if output.name.endswith(SCALE_INV)
-        else output
-        for output in plan.outputs
-    )
-    return TensorPlan(plan.source, plan.fate, outputs)
+    shapes = {SourceFormat.FP8_CHANNEL: (plan.source.spec.shape[0], 1), SourceFormat.FP8_TENSOR: (1,)}
+    weight = plan.outputs[0]
+    name = plan.source.spec.name.removesuffix(WEIGHT) + SCALE
+    renamed = OutputTensor(name, scale.dtype, shapes.get(plan.source.format, scale.shape))
+    return TensorPlan(plan.source, plan.fate, (weight, renamed))
 
 
 def check_recipe_fits(recipe: Recipe, family: str, sources: tuple[SourceTensor, ...]) -> None:

@@ -11,27 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.compressor.checkpoint.checkpoint import StoredTensor
-from memopt.compressor.checkpoint.finite import first_non_finite
 from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.checkpoint.source_tensor import PACKED, SCALE, SourceFormat, SourceTensor
 from memopt.compressor.checkpoint.writer import UnitFile
 from memopt.compressor.ledger import ErrorFigures, TensorResult
+from memopt.compressor.part_checks import (
+    INT4_LARGEST_CODE,
+    PACKED_SHAPE_BYTES,
+    UE8M0_DTYPES,
+    bf16_values,
+    check_copied,
+    check_packed_shape,
+    require_finite,
+)
 from memopt.compressor.quantize.backend import QuantizeBackend
 from memopt.compressor.tensor_plan import Fate, TensorPlan
-from memopt.errors import NonFiniteError, ShapeError
+from memopt.errors import ShapeError
 from memopt.kernels import cpu
 from memopt.kernels.checks import NonFiniteWeightError
 from memopt.kernels.int4_spec import Int4Spec
-from memopt.kernels.layout import BF16_SHIFT, INT4_CODE_MIN
 from memopt.kernels.ue8m0 import decode_ue8m0
-from memopt.manifests.dtypes import ITEM_SIZE_BYTES
-
-# A chunk, its codes and its scales stay in a core's caches; larger ones are no faster (benchmarks/compress.py).
-CHUNK_BYTES = 2 * 2**20
-# |-8|: an INT4 scale times it must be finite.
-INT4_LARGEST_CODE = -INT4_CODE_MIN
-UE8M0_DTYPES = {"F8_E8M0", "U8"}
-SHAPE_NUMPY = {"I32": np.int32, "I64": np.int64}
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,18 @@ class TensorWorker:
         self._reader = reader
         self._backend = backend
         self._advance = advance
-        self._buffer = np.empty(CHUNK_BYTES, np.uint8)
+        self._chunk_bytes = backend.chunk_bytes
+        self._buffer = np.empty(self._chunk_bytes, np.uint8)
 
     def run(self, plan: TensorPlan, out: UnitFile) -> TensorResult:
         """Stream `plan` from the source into `out`. Output digests are the file's to give."""
         if plan.fate is Fate.COPIED:
-            return TensorResult(self._copy(plan, out), {})
+            return TensorResult(self._copy(plan, out))
         if plan.fate is Fate.QUANTIZED:
             return self._quantize(plan, out)
         if plan.source.format is SourceFormat.INT4_PACKED:
-            return TensorResult(self._dequantize_int4(plan, out), {})
-        return TensorResult(self._dequantize_float8(plan, out), {})
+            return TensorResult(self._dequantize_int4(plan, out))
+        return TensorResult(self._dequantize_float8(plan, out))
 
     def _chunk_buffer(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         if size_bytes > self._buffer.nbytes:
@@ -72,13 +72,15 @@ class TensorWorker:
 
     def _copy(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
         digests: dict[str, str] = {}
+        # Whole elements a chunk, and a weight_shape in one.
+        step = math.ceil(self._chunk_bytes / PACKED_SHAPE_BYTES) * PACKED_SHAPE_BYTES
         for part, output in zip(plan.source.parts, plan.outputs, strict=True):
             state = hashlib.sha256()
-            for offset in range(0, part.size_bytes, CHUNK_BYTES):
-                data = self._chunk_buffer(min(CHUNK_BYTES, part.size_bytes - offset))
+            for offset in range(0, part.size_bytes, step):
+                data = self._chunk_buffer(min(step, part.size_bytes - offset))
                 view = data.data
                 self._reader.read_into(part, offset, view)
-                _require_finite_elements(data, part, offset)
+                check_copied(plan.source, part, data, offset)
                 state.update(view)
                 out.append(output.name, view)
                 self._advance(view.nbytes)
@@ -89,7 +91,7 @@ class TensorWorker:
         """Chunks of whole rows, each starting at a multiple of `block_rows`; adds the weight's digest at the end."""
         rows = weight.shape[0]
         row_bytes = weight.size_bytes // max(rows, 1)
-        step = max(1, CHUNK_BYTES // max(row_bytes, 1))
+        step = max(1, self._chunk_bytes // max(row_bytes, 1))
         if block_rows < rows:
             step = math.ceil(step / block_rows) * block_rows
         state = hashlib.sha256()
@@ -116,10 +118,10 @@ class TensorWorker:
         if source.scale.dtype in UE8M0_DTYPES:
             scale = decode_ue8m0(raw)
         elif source.scale.dtype == "BF16":
-            scale = _bf16_values(raw.view(np.uint16))
+            scale = bf16_values(raw.view(np.uint16))
         else:
             scale = raw.view(np.float32)
-        _require_finite(scale, source.scale)
+        require_finite(scale, source.scale)
         rows, columns = source.weight.shape
         return scale.reshape(math.ceil(rows / source.block[0]), math.ceil(columns / source.block[1]))
 
@@ -150,7 +152,7 @@ class TensorWorker:
         out.append(shape.name, np.array([rows, columns], np.int64).tobytes())
         # fsum is exact, so that the figures do not depend on numpy's order of summation.
         figures = ErrorFigures(math.fsum(sq_error), math.fsum(energy), max_error, num_clipped, rows * columns)
-        return TensorResult(digests, {}, figures)
+        return TensorResult(digests, figures)
 
     def _dequantize_float8(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
         source = plan.source
@@ -163,7 +165,7 @@ class TensorWorker:
             if chunk_scale is None or chunk_block is None:
                 raise ShapeError("an FP8 weight without its scale", tensor=source.spec.name)
             try:
-                bits = cpu.dequantize_float8(chunk.data.reshape(chunk.count, columns), chunk_scale, chunk_block)
+                bits = cpu.dequantize_float8_bf16(chunk.data.reshape(chunk.count, columns), chunk_scale, chunk_block)
             except NonFiniteWeightError as problem:
                 raise _located(problem, chunk, source) from None
             out.append(plan.outputs[0].name, bits.data)
@@ -175,48 +177,16 @@ class TensorWorker:
         rows, columns = source.spec.shape
         if source.scale is None or source.packed_shape is None or source.group_size is None:
             raise ShapeError(f"packed words without {SCALE} or shape", tensor=source.spec.name + PACKED)
-        self._check_packed_shape(source.packed_shape, (rows, columns), digests)
+        shape_bytes = self._small_part(source.packed_shape, digests)
+        check_packed_shape(source.packed_shape, np.frombuffer(shape_bytes, np.uint8), (rows, columns))
         scale_bits = np.frombuffer(self._small_part(source.scale, digests), np.uint16).reshape(rows, -1)
-        _require_finite(_bf16_values(scale_bits), source.scale, INT4_LARGEST_CODE)
+        require_finite(bf16_values(scale_bits), source.scale, INT4_LARGEST_CODE)
         group = None if source.group_size == columns else source.group_size
         for chunk in self._row_chunks(source.weight, 1, digests):
             packed = chunk.data.view(np.int32).reshape(chunk.count, -1)
             bits = cpu.dequantize_int4(packed, scale_bits[chunk.first : chunk.first + chunk.count], group)
             out.append(plan.outputs[0].name, bits.data)
         return digests
-
-    def _check_packed_shape(self, part: StoredTensor, shape: tuple[int, ...], digests: dict[str, str]) -> None:
-        stored = np.frombuffer(self._small_part(part, digests), SHAPE_NUMPY[part.dtype])
-        if tuple(stored.tolist()) != shape:
-            raise ShapeError(f"holds {stored.tolist()}, config.json makes it {list(shape)}", tensor=part.name)
-
-
-def _bf16_values(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return (bits.astype(np.uint32) << BF16_SHIFT).view(np.float32)
-
-
-def _require_finite(scale: npt.NDArray[np.float32], part: StoredTensor, largest_code: float = 1.0) -> None:
-    """NonFiniteError naming the first scale that is not finite, or that makes `largest_code` infinite."""
-    with np.errstate(over="ignore"):
-        bad = np.flatnonzero(~np.isfinite(scale * np.float32(largest_code)))
-    if bad.size:
-        raise NonFiniteError(
-            f"scale {int(bad[0])} of {scale.size} is {scale.reshape(-1)[bad[0]]}",
-            tensor=part.name,
-            file=part.file,
-            remedy="compare the source file's SHA-256 with the publisher's and download it again",
-        )
-
-
-def _require_finite_elements(data: npt.NDArray[np.uint8], part: StoredTensor, offset: int) -> None:
-    bad = first_non_finite(data, part.dtype)
-    if bad is not None:
-        raise NonFiniteError(
-            f"element {offset // ITEM_SIZE_BYTES[part.dtype] + bad:,} is not a finite number",
-            tensor=part.name,
-            file=part.file,
-            remedy="compare the source file's SHA-256 with the publisher's and download it again",
-        )
 
 
 def _chunk_scale(

@@ -2,7 +2,7 @@
 
     OUT/.memopt/lock                held (flock) by the one run
     OUT/.memopt/plan.json           fingerprint and file stamps of the source
-    OUT/.memopt/units/00001.json    written after its weight file is on disk under its final name
+    OUT/.memopt/units/00001.json    written after its weight file is on disk under its final name (unit_record.py)
     OUT/.memopt/tmp/                files in flight
 
 The state folder goes last: it is renamed to OUT/.memopt-finished, then removed. So a folder without it, but with
@@ -15,62 +15,40 @@ import fcntl
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from memopt.compressor.checkpoint.disk_errors import write_error
 from memopt.compressor.checkpoint.reader import FileStamp
-from memopt.compressor.checkpoint.writer import sync_folder, write_atomically
-from memopt.compressor.ledger import LEDGER_NAME, ErrorFigures
-from memopt.compressor.release_file import RELEASE_NAME
+from memopt.compressor.checkpoint.writer import sync_folder, write_stream_atomically
+from memopt.compressor.output_folder import (
+    FINISHED_FOLDER,
+    STATE_FOLDER,
+    entries_of,
+    finished_fingerprint,
+    remove_leftovers,
+)
+from memopt.compressor.unit_record import ErrorsByRole, PublishedStamp, UnitRecord, parse_record, render_record
 from memopt.compressor.units import Unit
-from memopt.errors import OutputError
+from memopt.errors import ContentError, OutputError
+from memopt.manifests.file_roles import LEDGER_NAME
+from memopt.manifests.release_description import RELEASE_NAME
 
-STATE_FOLDER = ".memopt"
-FINISHED_FOLDER = ".memopt-finished"
+_OTHER_WORK = "another source, recipe, option, or version of memopt, numba or numpy"
 
 
 @dataclass(frozen=True)
-class UnitRecord:
-    """What a finished unit left: its ledger lines and its error figures by role."""
+class FinishedUnit:
+    """A unit that an earlier run finished. `is_untouched`: its file is still the one that was published, by its stamp.
 
-    lines: tuple[bytes, ...]
-    errors_by_role: dict[str, ErrorFigures]
+    Its ledger lines stay on disk: memory must not grow with the number of tensors.
+    """
 
-
-def check_output_place(source: Path, out: Path) -> None:
-    """OutputError if `out` is the source, inside it, around it, or not a folder."""
-    try:
-        source_real, out_real = source.resolve(), out.resolve()
-        is_other_file = os.path.lexists(out) and not out.is_dir()
-    except (OSError, RuntimeError) as problem:
-        # RuntimeError: a loop of links, before Python 3.13.
-        reason = problem.strerror if isinstance(problem, OSError) else str(problem)
-        raise OutputError(f"cannot use output {out}: {reason}", remedy="choose another output folder") from None
-    if out_real == source_real or source_real in out_real.parents:
-        raise OutputError(f"output {out} is inside the source", remedy="choose a folder outside the checkpoint")
-    if out_real in source_real.parents:
-        raise OutputError(f"the source is inside the output {out}", remedy="choose another output folder")
-    if is_other_file:
-        raise OutputError(f"output {out} is not a folder", remedy="choose another output folder")
-
-
-def is_complete(out: Path, fingerprint: str) -> bool:
-    """Whether `out` holds the finished release of this very plan."""
-    if os.path.exists(out / STATE_FOLDER):
-        return False
-    try:
-        release = json.loads((out / RELEASE_NAME).read_bytes())
-        return bool(release["identity"]["plan_fingerprint"] == fingerprint)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def remove_leftovers(out: Path) -> None:
-    """Remove the state of a finished run that a crash left behind."""
-    shutil.rmtree(out / FINISHED_FOLDER, ignore_errors=True)
+    errors_by_role: ErrorsByRole
+    is_untouched: bool
 
 
 class Workspace:
@@ -84,7 +62,7 @@ class Workspace:
         self.source_stamps: dict[str, FileStamp] | None = None
         try:
             out.mkdir(parents=True, exist_ok=True)
-            entries = {entry.name for entry in out.iterdir()}
+            entries = entries_of(out)
             if entries and STATE_FOLDER not in entries:
                 self._refuse_foreign(entries)
             self._state.mkdir(exist_ok=True)
@@ -101,6 +79,11 @@ class Workspace:
             raise
 
     def _refuse_foreign(self, entries: set[str]) -> None:
+        if RELEASE_NAME in entries and finished_fingerprint(self.out) not in {None, self._fingerprint}:
+            raise OutputError(
+                f"output {self.out} is not empty: it holds a finished release of {_OTHER_WORK}",
+                remedy=f"name another output folder, or remove {self.out} to make it anew",
+            )
         raise OutputError(
             f"output {self.out} is not empty: it holds {sorted(entries)[0]!r}",
             remedy="choose an empty folder, or one that an interrupted run of the same command left",
@@ -110,21 +93,30 @@ class Workspace:
         self._lock = os.open(self._state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = self._is_lock_in_place()
         except BlockingIOError:
-            os.close(self._lock)
-            self._lock = -1
+            is_held = False
+        if not is_held:
+            self.close()
             raise OutputError(
                 f"another run is writing to {self.out}", remedy="wait for it, or choose another output folder"
             ) from None
 
+    def _is_lock_in_place(self) -> bool:
+        """False if the run that held the lock has finished, and renamed its folder, between our open and our lock."""
+        try:
+            return os.path.samestat(os.stat(self._state / "lock"), os.fstat(self._lock))
+        except FileNotFoundError:
+            return False
+
     def _open_state(self, file_names: frozenset[str]) -> None:
         plan_path = self._state / "plan.json"
-        entries = {entry.name for entry in self.out.iterdir()} - {STATE_FOLDER}
+        entries = entries_of(self.out) - {STATE_FOLDER}
         if plan_path.exists():
             stored = self._load(plan_path)
             if stored.get("fingerprint") != self._fingerprint:
                 raise OutputError(
-                    f"{self.out} holds the unfinished work of another source, recipe, option or memopt version",
+                    f"{self.out} holds the unfinished work of {_OTHER_WORK}",
                     remedy=f"repeat that command, or remove {self.out} to start anew",
                 )
             self.source_stamps = {
@@ -134,6 +126,7 @@ class Workspace:
         if entries:
             if os.listdir(self._state) == ["lock"]:
                 # The folder was made by this refused run: another one finished here a moment ago.
+                self.close()
                 shutil.rmtree(self._state)
             self._refuse_foreign(entries)
         shutil.rmtree(self._state / "tmp", ignore_errors=True)
@@ -155,7 +148,7 @@ class Workspace:
             "fingerprint": self._fingerprint,
             "source_files": {name: [stamp.size_bytes, stamp.changed_ns] for name, stamp in sorted(stamps.items())},
         }
-        self._write(self._state / "plan.json", json.dumps(table).encode())
+        self._write(self._state / "plan.json", (json.dumps(table).encode(),))
         self.source_stamps = stamps
 
     def temporary(self, name: str) -> Path:
@@ -163,45 +156,56 @@ class Workspace:
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file of the release atomically."""
-        self._write(self.out / name, data)
+        self.write_stream(name, (data,))
 
-    def _write(self, path: Path, data: bytes) -> None:
-        write_atomically(path, data, self.temporary(path.name))
+    def write_stream(self, name: str, chunks: Iterable[bytes]) -> None:
+        """Write a file of the release atomically, without having it in memory."""
+        self._write(self.out / name, chunks)
 
-    def publish_unit(self, unit: Unit, record: UnitRecord) -> None:
+    def _write(self, path: Path, chunks: Iterable[bytes]) -> None:
+        write_stream_atomically(path, chunks, self.temporary(path.name))
+
+    def publish_unit(self, unit: Unit, lines: Iterable[bytes], errors_by_role: ErrorsByRole) -> None:
         """Give a flushed weight file its final name, then record that it is finished."""
+        path = self.out / unit.file_name
         try:
-            os.replace(self.temporary(unit.file_name), self.out / unit.file_name)
+            os.replace(self.temporary(unit.file_name), path)
             sync_folder(self.out)
+            # After the rename, which is a change of the file too.
+            stamp = PublishedStamp.of(os.stat(path))
         except OSError as problem:
-            raise write_error(problem, str(self.out / unit.file_name)) from None
-        table = {
-            "lines": [line.decode() for line in record.lines],
-            "errors": {role: asdict(figures) for role, figures in record.errors_by_role.items()},
-        }
-        self._write(self._record_path(unit), json.dumps(table, ensure_ascii=False).encode())
+            raise write_error(problem, str(path)) from None
+        self._write(self._record_path(unit), (render_record(UnitRecord(tuple(lines), errors_by_role, stamp)),))
 
     def _record_path(self, unit: Unit) -> Path:
         return self._state / "units" / f"{unit.number:05d}.json"
 
-    def finished_unit(self, unit: Unit) -> UnitRecord | None:
-        """The record of a unit that an earlier run finished, if its file still has the planned size and header."""
-        path = self._record_path(unit)
-        if not path.exists():
-            return None
+    def finished_unit(self, unit: Unit) -> FinishedUnit | None:
+        """A unit that an earlier run finished, if its file still has the planned size and header."""
         try:
+            record = parse_record(self._record_path(unit).read_bytes())
             with open(self.out / unit.file_name, "rb") as stream:
-                if os.fstat(stream.fileno()).st_size != unit.size_bytes:
+                status = os.fstat(stream.fileno())
+                if status.st_size != unit.size_bytes or stream.read(len(unit.header)) != unit.header:
                     return None
-                if stream.read(len(unit.header)) != unit.header:
-                    return None
-            table = json.loads(path.read_bytes())
-            lines = tuple(line.encode() for line in table["lines"])
-            errors = {role: ErrorFigures(**figures) for role, figures in table["errors"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError):
             # A damaged record only means that the unit is done again.
             return None
-        return UnitRecord(lines, errors) if len(lines) == len(unit.tensors) else None
+        if len(record.lines) != len(unit.tensors):
+            return None
+        return FinishedUnit(record.errors_by_role, record.stamp == PublishedStamp.of(status))
+
+    def unit_lines(self, unit: Unit) -> tuple[bytes, ...]:
+        """The ledger lines of a unit that is finished; ContentError if its record was changed meanwhile."""
+        path = self._record_path(unit)
+        try:
+            return parse_record(path.read_bytes()).lines
+        except (OSError, ValueError):
+            raise ContentError(
+                "was changed or removed while the run was on",
+                file=str(path),
+                remedy="run the same command again: that unit is done anew",
+            ) from None
 
     def finish(self) -> None:
         """Remove the state: the release is complete."""
@@ -210,6 +214,8 @@ class Workspace:
             sync_folder(self.out)
             os.rename(self._state, self.out / FINISHED_FOLDER)
             sync_folder(self.out)
+            # Nobody can take the lock under its old name any more, and NFS keeps what is removed while it is open.
+            self.close()
             remove_leftovers(self.out)
         except OSError as problem:
             raise write_error(problem, str(self._state)) from None

@@ -54,7 +54,7 @@ def quantize_int4(
     return Int4Rows(packed, scale_bits, sq_error, energy, max_error, clipped)
 
 
-def dequantize_float8(
+def dequantize_float8_bf16(
     weight: npt.NDArray[np.uint8], block_scale: npt.NDArray[np.float32], block: tuple[int, int]
 ) -> npt.NDArray[np.uint16]:
     """BF16 bits uint16 [R, C] of FP8 rows: float32(e4m3) * float32(scale), then rounded to BF16, ties to even.

@@ -3,6 +3,7 @@
 numba's own cache looks only at the file of the function it caches. After an upgrade that changed a helper's file it
 would run the old machine code and write other bytes than the reference. So each entry closes over a digest of all the
 kernel sources: numba makes closed-over values part of the cache key. The helpers themselves are not cached.
+Where there is no folder to cache in, compile_cache.py compiles anew in every process.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from numba import njit
-
+from memopt.kernels.compile_cache import compiled
 from memopt.kernels.cpu_expand import expand_fp8, expand_int4, scaled_bits
 from memopt.kernels.cpu_quantize import quantize_tiles
 
-_SOURCES = ("layout", "int4_spec", "cpu_tile", "cpu_search", "cpu_quantize", "cpu_expand", "cpu_entry")
+_SOURCES = (
+    "layout", "int4_spec", "cpu_number", "cpu_tile", "cpu_search", "cpu_quantize", "cpu_expand", "compile_cache",
+    "cpu_entry",
+)  # fmt: skip
 
 
 @cache
@@ -35,7 +38,7 @@ def quantize_entry() -> Callable[..., bool]:
     """`quantize_tiles`, compiled."""
     key = source_digest()
 
-    @njit(cache=True, nogil=True, error_model="numpy")
+    @compiled
     def quantize(*arguments: Any) -> Any:
         key  # noqa: B018 - makes it a closure variable
         return quantize_tiles(*arguments)
@@ -48,7 +51,7 @@ def expand_fp8_entry() -> Callable[..., bool]:
     """`expand_fp8`, compiled."""
     key = source_digest()
 
-    @njit(cache=True, nogil=True, error_model="numpy")
+    @compiled
     def expand(*arguments: Any) -> Any:
         key  # noqa: B018 - makes it a closure variable
         return expand_fp8(*arguments)
@@ -61,7 +64,7 @@ def expand_int4_entry() -> Callable[..., None]:
     """`expand_int4`, compiled."""
     key = source_digest()
 
-    @njit(cache=True, nogil=True, error_model="numpy")
+    @compiled
     def expand(*arguments: Any) -> Any:
         key  # noqa: B018 - makes it a closure variable
         return expand_int4(*arguments)
@@ -74,7 +77,7 @@ def scaled_bits_entry() -> Callable[..., Any]:
     """`scaled_bits`, compiled."""
     key = source_digest()
 
-    @njit(cache=True, nogil=True, error_model="numpy")
+    @compiled
     def scaled(*arguments: Any) -> Any:
         key  # noqa: B018 - makes it a closure variable
         return scaled_bits(*arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memopt.kernels.cpu_tile import decode_e4m3, from_bits, round_bf16_bits
+from memopt.kernels.cpu_number import decode_e4m3, from_bits, round_bf16_bits
 from memopt.kernels.layout import (
     BF16_INFINITY_BITS,
     BF16_MAGNITUDE_MASK,

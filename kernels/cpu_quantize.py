@@ -5,18 +5,17 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from memopt.kernels.cpu_number import round_bf16_bits
 from memopt.kernels.cpu_search import absmax_scale, search_scale
 from memopt.kernels.cpu_tile import (
-    ITEMS_PER_WORD_FP8,
     LANES,
     decode_bf16,
     decode_fp8,
     gather_words,
     largest_weights,
-    round_bf16_bits,
     round_tile,
 )
-from memopt.kernels.layout import CODES_PER_WORD
+from memopt.kernels.layout import CODES_PER_WORD, FP8_PER_LOAD_WORD
 
 
 @njit(nogil=True, error_model="numpy")
@@ -64,7 +63,7 @@ def quantize_tiles(
                 row += 1
                 block_row = row // block_rows
         gather_words(source, first, lanes, scratch)
-        if items_a_word == ITEMS_PER_WORD_FP8:
+        if items_a_word == FP8_PER_LOAD_WORD:
             finite = decode_fp8(scratch, segment_scale, segment, weights, bad)
             for k in range(segment_scale.shape[0]):
                 finite &= bool(np.isfinite(segment_scale[k]))

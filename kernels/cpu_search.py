@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memopt.kernels.cpu_tile import LANES, from_bits, round_bf16
+from memopt.kernels.cpu_number import from_bits, round_bf16
+from memopt.kernels.cpu_tile import LANES
 from memopt.kernels.int4_spec import POWER_CUBIC, POWER_SEED, POWER_SLOPE
 from memopt.kernels.layout import (
     CODES_PER_WORD,

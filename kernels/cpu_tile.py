@@ -9,20 +9,20 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from memopt.kernels.cpu_number import decode_e4m3, from_bits
 from memopt.kernels.layout import (
     BF16_INFINITY_BITS,
     BF16_MAGNITUDE_MASK,
+    BF16_PER_LOAD_WORD,
     BF16_SHIFT,
     BITS_PER_BYTE,
     CODES_PER_WORD,
-    E4M3_EXPONENT_BIAS,
     E4M3_MAGNITUDE_MASK,
-    E4M3_MANTISSA_BITS,
-    E4M3_MIN_SUBNORMAL,
     E4M3_SIGN_MASK,
-    F32_EXPONENT_BIAS,
-    F32_MANTISSA_BITS,
-    F32_SIGN_MASK,
+    EACH_BYTE,
+    EACH_HALF,
+    EACH_NIBBLE,
+    FP8_PER_LOAD_WORD,
     INT4_BITS,
     INT4_CODE_MAX,
     INT4_CODE_MIN,
@@ -34,60 +34,20 @@ from memopt.kernels.layout import (
 # vectorise them and finishes none of them in vectors (measured: the search takes 1.6 times as long).
 LANES = 64
 WORD_TYPE = np.uint64
-ITEMS_PER_WORD_FP8, ITEMS_PER_WORD_BF16 = 8, 4
 
 _WORD_HALF, _BYTE = np.uint64(WORD_BITS), np.uint32(BITS_PER_BYTE)
 _CODE_MIN, _CODE_MAX = np.float32(INT4_CODE_MIN), np.float32(INT4_CODE_MAX)
 _SHIFT_BF16 = np.uint32(BF16_SHIFT)
-_BELOW_HALF = np.uint32((1 << (BF16_SHIFT - 1)) - 1)
 _HIGH_HALF = np.uint32(0xFFFF << BF16_SHIFT)
-_MAGNITUDE, _SIGN = np.uint32(E4M3_MAGNITUDE_MASK), np.uint32(F32_SIGN_MASK)
-_TO_F32 = np.uint32(F32_MANTISSA_BITS - E4M3_MANTISSA_BITS)
-_REBIAS = np.uint32((F32_EXPONENT_BIAS - E4M3_EXPONENT_BIAS) << F32_MANTISSA_BITS)
-_FIRST_NORMAL = np.uint32(1 << E4M3_MANTISSA_BITS)
-_SUBNORMAL = np.float32(E4M3_MIN_SUBNORMAL)
-_BYTES_MAGNITUDE = np.uint32(0x01010101 * E4M3_MAGNITUDE_MASK)
-_BYTES_ONE = np.uint32(0x01010101)
-_BYTES_SIGN = np.uint32(0x01010101 * E4M3_SIGN_MASK)
-_INFINITE_PAIR = np.uint32(0x00010001 * BF16_INFINITY_BITS)
-_PAIR_ONE = np.uint32(0x00010001 * (BF16_MAGNITUDE_MASK + 1 - BF16_INFINITY_BITS))
-_PAIR_SIGN = np.uint32(0x00010001 * (BF16_MAGNITUDE_MASK + 1))
+_BYTES_MAGNITUDE = np.uint32(EACH_BYTE * E4M3_MAGNITUDE_MASK)
+_BYTES_ONE = np.uint32(EACH_BYTE)
+_BYTES_SIGN = np.uint32(EACH_BYTE * E4M3_SIGN_MASK)
+_INFINITE_PAIR = np.uint32(EACH_HALF * BF16_INFINITY_BITS)
+_PAIR_ONE = np.uint32(EACH_HALF * (BF16_MAGNITUDE_MASK + 1 - BF16_INFINITY_BITS))
+_PAIR_SIGN = np.uint32(EACH_HALF * (BF16_MAGNITUDE_MASK + 1))
 _ZERO, _F32_INFINITY = np.float32(0), np.float32(np.inf)
 _NIBBLE = np.uint32(INT4_BITS)
-_NIBBLE_OFFSETS = np.uint32(0x11111111 * INT4_CODE_OFFSET)
-
-
-@njit(nogil=True, error_model="numpy")
-def from_bits(bits):
-    """float32 with the bits of an integer of 32 bits."""
-    return np.uint32(bits).view(np.float32)
-
-
-@njit(nogil=True, error_model="numpy")
-def round_bf16_bits(value):
-    """BF16 bits (uint32, 16 used) of a float32 that is not NaN, to nearest, ties to even."""
-    bits = np.float32(value).view(np.uint32)
-    odd = np.uint32((bits >> _SHIFT_BF16) & np.uint32(1))
-    return np.uint32(np.uint32(bits + np.uint32(odd + _BELOW_HALF)) >> _SHIFT_BF16)
-
-
-@njit(nogil=True, error_model="numpy")
-def round_bf16(value):
-    """A float32 that is not NaN, rounded to the nearest BF16, ties to even."""
-    return np.uint32(round_bf16_bits(value) << _SHIFT_BF16).view(np.float32)
-
-
-@njit(nogil=True, error_model="numpy")
-def decode_e4m3(code):
-    """float32 of an e4m3fn code (uint32, 8 bits used). The NaN codes give 480: the caller looks for them itself.
-
-    Integer only: a float32 subnormal as an intermediate would trap to microcode on some CPUs.
-    """
-    magnitude = np.uint32(code & _MAGNITUDE)
-    sign = np.uint32(np.uint32(code << np.uint32(24)) & _SIGN)
-    normal = np.uint32(np.uint32(magnitude << _TO_F32) + _REBIAS)
-    small = np.float32(np.float32(np.int32(magnitude)) * _SUBNORMAL).view(np.uint32)
-    return from_bits(np.uint32((small if magnitude < _FIRST_NORMAL else normal) | sign))
+_NIBBLE_OFFSETS = np.uint32(EACH_NIBBLE * INT4_CODE_OFFSET)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -115,11 +75,11 @@ def decode_fp8(scratch, segment_scale, segment, weights, bad):
     """
     for lane in range(LANES):
         bad[lane] = 0
-    words = segment // ITEMS_PER_WORD_FP8
+    words = segment // FP8_PER_LOAD_WORD
     for part in range(segment_scale.shape[0] // LANES):
         for k in range(words):
             at = (part * words + k) * LANES
-            out = at * ITEMS_PER_WORD_FP8
+            out = at * FP8_PER_LOAD_WORD
             for lane in range(LANES):
                 low = np.uint32(scratch[at + lane])
                 high = np.uint32(scratch[at + lane] >> _WORD_HALF)
@@ -148,7 +108,7 @@ def decode_bf16(scratch, weights, bad):
         bad[lane] = 0
     for k in range(scratch.shape[0] // LANES):
         at = k * LANES
-        out = at * ITEMS_PER_WORD_BF16
+        out = at * BF16_PER_LOAD_WORD
         for lane in range(LANES):
             low = np.uint32(scratch[at + lane])
             high = np.uint32(scratch[at + lane] >> _WORD_HALF)

@@ -1,4 +1,4 @@
-"""FP8 e4m3fn blocks to float32 and BF16: plain torch, written to be read."""
+"""FP8 e4m3fn blocks to float32 and BF16, and UE8M0 block scales: plain torch, written to be read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from torch import Tensor
 
 from memopt.errors import ShapeError
 from memopt.kernels.checks import NonFiniteWeightError, check_source
-from memopt.kernels.layout import BF16_BITS, BITS_PER_BYTE
+from memopt.kernels.layout import BF16_BITS, BITS_PER_BYTE, F32_MANTISSA_BITS, UE8M0_MIN_VALUE, UE8M0_NAN
 from memopt.kernels.number_reference import bf16_bits
+
+
+def decode_ue8m0(codes: Tensor) -> Tensor:
+    """float32 scales of exponent bytes uint8, any shape: 2 ** (byte - 127), and 255 is NaN.
+
+    The byte is the exponent field of a float32, except that 0 is 2**-127, a subnormal. Raises ShapeError for another
+    dtype. Source: OCP Microscaling Formats v1.0, section 5.4.1.
+    """
+    if codes.dtype != torch.uint8:
+        raise ShapeError(f"UE8M0 scales are {codes.dtype}, but uint8 is needed", remedy="view the bytes as uint8")
+    values = (codes.to(torch.int32) << F32_MANTISSA_BITS).view(torch.float32)
+    values = values.masked_fill(codes == UE8M0_NAN, torch.nan)
+    return values.masked_fill(codes == 0, UE8M0_MIN_VALUE)
 
 
 def stored_bits(weight: Tensor) -> Tensor:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 BITS_PER_BYTE = 8
+# Times a field's value: the same field in every 4, 8 or 16 bits of a 32-bit word.
+EACH_NIBBLE = 0x11111111
+EACH_BYTE = 0x01010101
+EACH_HALF = 0x00010001
 
 # INT4, compressed-tensors "pack-quantized" (compressed_tensors/compressors/pack_quantized/helpers.py):
 # code + 8 in 4 bits, eight codes a little-endian 32-bit word along `in`, element j in bits 4j..4j+3.
@@ -33,12 +37,14 @@ FP8_BLOCK_COLUMNS = 128
 UE8M0_BIAS = 127
 UE8M0_NAN = 0xFF
 UE8M0_CODES = 256
+UE8M0_MIN_VALUE = 2.0**-UE8M0_BIAS
 
 # BF16 is the upper half of an IEEE float32; float32 field positions.
 BF16_SHIFT = 16
 BF16_BITS = 16
 BF16_MAGNITUDE_MASK = 0x7FFF
 BF16_INFINITY_BITS = 0x7F80
+F32_BITS = 32
 F32_MANTISSA_BITS = 23
 F32_EXPONENT_BIAS = 127
 F32_MAGNITUDE_MASK = 0x7FFFFFFF
@@ -46,3 +52,8 @@ F32_INFINITY_BITS = 0x7F800000
 F32_SIGN_MASK = 0x80000000
 F32_QUIET_NAN_BITS = 0x7FC00000
 F32_MAX_BITS = 0x7F7FFFFF
+
+# The numba kernels read their source a 64-bit word at a time: eight FP8 weights or four BF16 ones.
+LOAD_WORD_BITS = 64
+FP8_PER_LOAD_WORD = LOAD_WORD_BITS // E4M3_BITS
+BF16_PER_LOAD_WORD = LOAD_WORD_BITS // BF16_BITS

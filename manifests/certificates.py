@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from memopt.errors import MemoptError, PolicyFileError, SignatureError
+from memopt.errors import PolicyFileError, SignatureError
 from memopt.manifests.keys import PublicKey, public_key_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def certificate_from_pem(raw: bytes, file: str) -> bytes:
 
     try:
         certificates = x509.load_pem_x509_certificates(raw)
-    except ValueError:
+    except _parse_errors():
         certificates = []
     if len(certificates) != 1:
         raise PolicyFileError("a certificate root is not one PEM certificate", file=file, remedy="one PEM an entry")
@@ -52,13 +52,22 @@ def check_chain(chain: tuple[bytes, ...], roots: tuple[bytes, ...], now: int) ->
         raise SignatureError(f"{len(chain)} certificates, at most {MAX_CHAIN} make a chain")
     try:
         certificates = [load_der_x509_certificate(der) for der in chain]
+        for der, certificate in zip(chain, certificates, strict=True):
+            # The count of unused bits before the signature is not signed, and zero in every signature that is made.
+            if der[-len(certificate.signature) - 1] != 0:
+                raise SignatureError(f"certificate {_name(certificate)} is malformed")
         return _check(certificates, [load_der_x509_certificate(der) for der in roots], now)
     except UnsupportedAlgorithm:
         raise SignatureError("a certificate uses an algorithm that is not supported") from None
-    except MemoptError:
-        raise
-    except (ValueError, TypeError):
+    except _parse_errors():
         raise SignatureError("a certificate of the chain is malformed") from None
+
+
+def _parse_errors() -> tuple[type[Exception], ...]:
+    """What `cryptography` raises for a damaged certificate, some of it only when an extension is looked at."""
+    from cryptography import x509
+
+    return (ValueError, TypeError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
 
 
 def chain_key_digests(chain: tuple[bytes, ...]) -> tuple[str, ...]:

@@ -120,7 +120,8 @@ def _check_chunks(
 def _report(states: Sequence[_FileState]) -> ContentReport:
     report = ContentReport()
     for state in states:
-        report.problems += sorted(state.bad, key=lambda problem: problem.chunk)
+        reported: list[BadChunkError] = sorted(state.bad, key=lambda bad: bad.chunk)
+        report.problems += reported
         if state.num_bad > len(state.bad):
             more = state.num_bad - len(state.bad)
             report.problems.append(

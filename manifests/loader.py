@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from memopt.errors import LayoutError
+from memopt.errors import LayoutError, UsageError
 from memopt.manifests.safetensors_header import (
     LENGTH_SIZE_BYTES,
     FileHeader,
@@ -17,7 +17,7 @@ from memopt.manifests.safetensors_header import (
     parse_header,
 )
 from memopt.manifests.signed_files import SignedFiles
-from memopt.manifests.tensor_memory import ALIGNMENT_BYTES, new_memory, tensors_at
+from memopt.manifests.tensor_memory import ALIGNMENT_BYTES, is_same_kind, memory_of, new_memory, tensors_at
 from memopt.manifests.tree import open_file_at
 from memopt.manifests.verified_reader import FileRead, SignedFile, Target, check_open_file, read_verified
 
@@ -120,6 +120,27 @@ class Loader(SignedFiles):
         for runs in _groups(_chosen(header, names)):
             yield self._read_runs(file_name, header, runs)
 
+    def fill_tensors(self, file_name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read the tensors of a file into the memory of `tensors`, which `check_destinations` accepted.
+
+        Those on other devices, and of a file that was not signed in chunks, are copied once verified. If this raises
+        they hold bytes that must not be used.
+        """
+        is_direct = all(tensor.device.type == "cpu" for tensor in tensors.values())
+        if not is_direct or not self.is_in_chunks(file_name):
+            for group in self.load_tensors(file_name, tensors.keys()):
+                for name, tensor in group.items():
+                    tensors[name].copy_(tensor)
+            return
+        header = self.header(file_name)
+        targets = tuple(
+            Target(header.data_start + tensor.start, memory_of(tensors[tensor.name]))
+            for tensor in _chosen(header, tensors.keys())
+            if tensor.size_bytes
+        )
+        with ExitStack() as opened:
+            read_verified([FileRead(*self._open(file_name, opened), targets)], self._num_threads)
+
     def _read_runs(self, name: str, header: FileHeader, runs: list[list[TensorHeader]]) -> dict[str, torch.Tensor]:
         memories: list[tuple[memoryview, int]] = []
         targets: list[Target] = []
@@ -166,6 +187,20 @@ class Loader(SignedFiles):
             raw = bytes(memory[LENGTH_SIZE_BYTES : LENGTH_SIZE_BYTES + length])
             self._headers[name] = parse_header(raw, memory.nbytes, name)
         return self._headers[name]
+
+
+def check_destinations(header: FileHeader, tensors: Mapping[str, torch.Tensor]) -> None:
+    """UsageError unless each of `tensors` can take the stored tensor of its name as it is."""
+    for stored in _chosen(header, tensors.keys()):
+        tensor = tensors[stored.name]
+        if not is_same_kind(tensor, stored):
+            raise UsageError(
+                f"is {tensor.dtype} {list(tensor.shape)}, stored is {stored.dtype} {list(stored.shape)}",
+                tensor=stored.name,
+                remedy="give a tensor of the stored type and shape",
+            )
+        if not tensor.is_contiguous():
+            raise UsageError("is not contiguous", tensor=stored.name, remedy="give a contiguous tensor")
 
 
 def _write(descriptor: int, offset: int, memory: memoryview) -> None:

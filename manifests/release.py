@@ -19,7 +19,7 @@ from memopt.errors import ContentError, LayoutError, MemoptError, MissingTensorE
 from memopt.manifests.code_check import check_code, config_names
 from memopt.manifests.file_names import CHUNKS_NAME, MANIFEST_NAME
 from memopt.manifests.file_roles import needed_files, ranks_of, role_of
-from memopt.manifests.loader import Loader
+from memopt.manifests.loader import Loader, check_destinations
 from memopt.manifests.policy import TrustPolicy, load_policy, policy_for_key
 from memopt.manifests.tree import Tree, open_root, scan_tree
 from memopt.manifests.trusted_release import TrustedRelease, check_tree, load_trusted
@@ -47,7 +47,7 @@ def open_release(
 
     Exactly one of `policy` (a TrustPolicy or the path of a trust.json) and `key` (a PublicKey, PEM bytes or the path of
     a PEM file). `jobs`: threads that read and hash (None: one a core). `strict`, `now`, `allow_linked_root`: as in
-    VerifyOptions. Raises the error that `memopt verify` would exit with; UsageError for a wrong call.
+    VerifyOptions. Raises the first problem, of the kinds that `memopt verify` lists; UsageError for a wrong call.
     """
     trust = _policy(policy, key)
     if jobs is not None and jobs < 1:
@@ -177,17 +177,36 @@ class Release:
         MissingTensorError for a name that the release does not have.
         """
         self._require_open()
-        places = self._folders.places(HUB_FOLDER)
-        wanted: dict[str, set[str]] = {}
-        for name in (ordered := list(dict.fromkeys(names))):
-            if name not in places:
-                raise MissingTensorError("the release has no such tensor", tensor=name, remedy="see tensor_names")
-            wanted.setdefault(places[name], set()).add(name)
+        ordered = list(dict.fromkeys(names))
         found: dict[str, torch.Tensor] = {}
-        for file, chosen in wanted.items():
+        for file, chosen in self._by_file(ordered, HUB_FOLDER).items():
             for group in self._groups(file, chosen):
                 found |= {name: tensor.to(device) for name, tensor in group.items()}
         return {name: found[name] for name in ordered}
+
+    def load_into(
+        self, tensors: Mapping[str, torch.Tensor], rank: int | None = None, *, tensor_parallel: int | None = None
+    ) -> None:
+        """Fill a model's own tensors, by name: CPU memory is read into directly, other devices are copied to.
+
+        Saves `load` its copy. UsageError, before anything is written, for a tensor of another type or shape or one
+        that is not contiguous. If anything else is raised all of `tensors` are zeroed.
+        """
+        self._require_open()
+        folder = self._folders.folder(rank, tensor_parallel)
+        self._folders.check_index(folder)
+        wanted = self._by_file(tensors, folder)
+        self._folders.check_headers(list(wanted))
+        for file, names in wanted.items():
+            check_destinations(self._loader.header(file), {name: tensors[name] for name in names})
+        plain = {name: tensor.detach() for name, tensor in tensors.items()}
+        try:
+            for file, names in wanted.items():
+                self._loader.fill_tensors(file, {name: plain[name] for name in names})
+        except BaseException:
+            for tensor in plain.values():
+                tensor.zero_()
+            raise
 
     def iter_tensors(
         self, rank: int | None = None, *, tensor_parallel: int | None = None
@@ -245,6 +264,16 @@ class Release:
     def _require_open(self) -> None:
         if not self._is_open:
             raise UsageError("the release is closed", file=str(self.path), remedy="open it again")
+
+    def _by_file(self, names: Iterable[str], folder: str) -> dict[str, set[str]]:
+        """The tensors `names` by the file that holds them; MissingTensorError for one that there is not."""
+        places = self._folders.places(folder)
+        wanted: dict[str, set[str]] = {}
+        for name in names:
+            if name not in places:
+                raise MissingTensorError("the release has no such tensor", tensor=name, remedy="see tensor_names")
+            wanted.setdefault(places[name], set()).add(name)
+        return wanted
 
     def _groups(self, file: str, names: Collection[str] | None) -> Iterator[dict[str, torch.Tensor]]:
         for group in self._loader.load_tensors(file, names):

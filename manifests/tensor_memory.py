@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable
 from contextlib import suppress
@@ -78,6 +79,17 @@ def tensor_at(memory: memoryview, position: int, tensor: TensorHeader) -> torch.
     if position % ITEM_SIZE_BYTES[tensor.dtype]:
         part = memoryview(bytearray(part))
     return torch.frombuffer(part, dtype=dtype).reshape(tensor.shape)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable; valid as long as the tensor is."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def is_same_kind(tensor: torch.Tensor, header: TensorHeader) -> bool:
+    """Whether `tensor` has the type and shape of a stored tensor."""
+    return str(tensor.dtype) == f"torch.{_TORCH_NAMES[header.dtype]}" and tuple(tensor.shape) == header.shape
 
 
 def tensors_at(memory: memoryview, base: int, tensors: Iterable[TensorHeader]) -> dict[str, torch.Tensor]:

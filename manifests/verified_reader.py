@@ -129,7 +129,7 @@ def _pieces(targets: tuple[Target, ...], start: int, end: int, scratch: memoryvi
             yield position, target.memory[offset : offset + size]
         else:
             gap_end = targets[number].start if number < len(targets) else end
-            size = min(PIECE_SIZE_BYTES, min(gap_end, end) - position)
+            size = min(PIECE_SIZE_BYTES, scratch.nbytes, min(gap_end, end) - position)
             yield position, scratch[:size]
         position += size
 

@@ -64,18 +64,23 @@ class VerifyOptions:
 
 def verify_release(
     folder: str | Path,
-    policy: TrustPolicy | None,
+    policy: TrustPolicy | str | Path | None,
     options: VerifyOptions | None = None,
     progress: ProgressCallback | None = None,
 ) -> Verdict:
-    """Check a release against a trust policy; the verdict lists everything that is wrong with it.
+    """Check a release against a trust policy (or a trust.json); the verdict lists everything that is wrong with it.
 
-    Raises only UsageError: no policy, no such folder, a rank that the release does not have.
+    Raises UsageError: no policy, no such folder, a rank that the release does not have; for a policy file also as
+    `load_policy`. For a key use `policy_for_key`.
     """
     started = time.monotonic()
     options = options or VerifyOptions()
     if policy is None:
         raise UsageError("nobody is trusted: no policy and no key", remedy="give a trust policy or a public key")
+    if isinstance(policy, (str, Path)):
+        from memopt.manifests.policy import load_policy
+
+        policy = load_policy(policy)
     _check_options(options)
     run = _Verification(policy, options, progress)
     try:

@@ -73,9 +73,7 @@ class WeightFolders:
         """The weight files of `folder`, sorted; LayoutError if there are none."""
         files = sorted(name for name in self._ranks if is_weights(name) and _folder_of(name) == folder)
         if not files:
-            raise LayoutError(
-                "holds no signed .safetensors file", file=folder or ".", remedy="fetch it again"
-            )
+            raise LayoutError("holds no signed .safetensors file", file=folder or ".", remedy="fetch it again")
         return files
 
     def places(self, folder: str) -> dict[str, str]:

@@ -4,6 +4,7 @@
     >>> memopt.inspect("GLM-5.2-FP8").family
     >>> memopt.plan("GLM-5.2-FP8", "glm-5.2-int4").weights_size_bytes
     >>> memopt.compress("GLM-5.2-FP8", "GLM-5.2-INT4", recipe="glm-5.2-int4")
+    >>> memopt.open_release("GLM-5.2-INT4", policy="trust.json").load(rank=3)
 
 Names are loaded on first use, so that `import memopt` costs milliseconds.
 """
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from memopt.compressor.progress import Progress
     from memopt.compressor.publish import PushOptions, PushResult, push_release
     from memopt.compressor.recipe import Recipe, load_recipe
+    from memopt.manifests.release import Release, open_release
+    from memopt.manifests.stage import stage
     from memopt.manifests.sign import SignOptions, SignResult, sign_release
     from memopt.manifests.verdict import Verdict
     from memopt.manifests.verify import VerifyOptions, verify_release
@@ -49,6 +52,9 @@ _HOMES = {
     "push_release": "memopt.compressor.publish",
     "Recipe": "memopt.compressor.recipe",
     "load_recipe": "memopt.compressor.recipe",
+    "Release": "memopt.manifests.release",
+    "open_release": "memopt.manifests.release",
+    "stage": "memopt.manifests.stage",
     "SignOptions": "memopt.manifests.sign",
     "SignResult": "memopt.manifests.sign",
     "sign_release": "memopt.manifests.sign",
@@ -69,6 +75,7 @@ __all__ = [
     "PushOptions",
     "PushResult",
     "Recipe",
+    "Release",
     "RunResult",
     "SignOptions",
     "SignResult",
@@ -79,11 +86,13 @@ __all__ = [
     "dequantize",
     "inspect",
     "load_recipe",
+    "open_release",
     "plan",
     "plan_config",
     "pull_release",
     "push_release",
     "sign_release",
+    "stage",
     "verify_release",
 ]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memopt.compressor.checkpoint.model_config import ModelConfig, read_config
+from memopt.compressor.checkpoint.small_files import SourceFile
 from memopt.errors import IndexFileError, LayoutError, MemoptError, MissingFileError, MissingTensorError, UsageError
 from memopt.manifests.safetensors_header import FileHeader, read_header
 from memopt.manifests.safetensors_index import (
@@ -43,13 +44,15 @@ class WeightFile:
 class Checkpoint:
     """Headers and config of a checkpoint. `folder` is None when it was made from a config alone.
 
-    `files`: by name. `tensors`: tensor name -> where it lies.
+    `files`: by name. `tensors`: tensor name -> where it lies. `listed`: what the source holds, where its publisher says
+    so (the Hub's listing); None: whatever lies in `folder`.
     """
 
     folder: Path | None
     config: ModelConfig
     files: dict[str, WeightFile]
     tensors: dict[str, StoredTensor]
+    listed: tuple[SourceFile, ...] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -65,11 +68,13 @@ class CheckpointScan:
     problems: tuple[MemoptError, ...]
 
 
-def _index_of(folder: Path) -> SafetensorsIndex | None:
-    """The folder's index, or None for a checkpoint of one file without one."""
-    if not (folder / INDEX_NAME).exists() and (folder / SINGLE_FILE_NAME).exists():
-        return None
-    return read_index(folder)
+def _index_of(folder: Path, listed: tuple[SourceFile, ...] | None) -> SafetensorsIndex | None:
+    """The checkpoint's index, or None for one of one file without an index."""
+    if listed is None:
+        found = {name for name in (INDEX_NAME, SINGLE_FILE_NAME) if (folder / name).exists()}
+    else:
+        found = {file.name for file in listed}
+    return None if INDEX_NAME not in found and SINGLE_FILE_NAME in found else read_index(folder)
 
 
 def _disagreements(index: SafetensorsIndex, tensors: dict[str, StoredTensor], unread: set[str]) -> list[MemoptError]:
@@ -90,9 +95,22 @@ def _disagreements(index: SafetensorsIndex, tensors: dict[str, StoredTensor], un
     return problems
 
 
-def scan_checkpoint(folder: Path) -> CheckpointScan:
+def _left_over(folder: Path, names: tuple[str, ...]) -> list[MemoptError]:
+    return [
+        LayoutError(
+            "is in the folder but not in the index: its tensors would be lost",
+            file=path.name,
+            remedy="remove it, or add its tensors to the index",
+        )
+        for path in sorted(folder.glob(f"*{WEIGHT_SUFFIX}"))
+        if path.name not in names
+    ]
+
+
+def scan_checkpoint(folder: Path, listed: tuple[SourceFile, ...] | None = None) -> CheckpointScan:
     """Read config, index and every header below `folder`; problems of single files are collected, not raised.
 
+    `listed`: what the source holds, if `folder` may hold other files too, which then do not count.
     Raises UsageError if there is no such folder, and as `read_config` and `read_index`.
     """
     # Not Path.is_dir, which raises for a name that is too long.
@@ -102,7 +120,7 @@ def scan_checkpoint(folder: Path) -> CheckpointScan:
             remedy="name a folder, or a Hub repository as org/name@revision",
         )
     config = read_config(folder)
-    index = _index_of(folder)
+    index = _index_of(folder, listed)
     names = (SINGLE_FILE_NAME,) if index is None else index.file_names
     headers: dict[str, FileHeader] = {}
     problems: list[MemoptError] = []
@@ -119,22 +137,15 @@ def scan_checkpoint(folder: Path) -> CheckpointScan:
             tensors[t.name] = StoredTensor(t.name, file, t.dtype, t.shape, header.data_start + t.start, t.size_bytes)
     if index is not None:
         problems += _disagreements(index, tensors, set(names) - set(headers))
-    for path in sorted(folder.glob(f"*{WEIGHT_SUFFIX}")):
-        if path.name not in names:
-            problems.append(
-                LayoutError(
-                    "is in the folder but not in the index: its tensors would be lost",
-                    file=path.name,
-                    remedy="remove it, or add its tensors to the index",
-                )
-            )
+    if listed is None:
+        problems += _left_over(folder, names)
     files = {name: WeightFile(name, header.file_size_bytes, header.sha256) for name, header in headers.items()}
-    return CheckpointScan(Checkpoint(folder, config, files, tensors), tuple(problems))
+    return CheckpointScan(Checkpoint(folder, config, files, tensors, listed), tuple(problems))
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Scan `folder` and raise its first problem, if it has one, saying how many others there are."""
-    scan = scan_checkpoint(folder)
+def open_checkpoint(folder: Path, listed: tuple[SourceFile, ...] | None = None) -> Checkpoint:
+    """`scan_checkpoint`, raising its first problem, if it has one, and saying how many others there are."""
+    scan = scan_checkpoint(folder, listed)
     raise_first(scan.problems)
     if not scan.checkpoint.tensors:
         raise MissingFileError(f"{folder} holds no tensors")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from memopt.errors import DiskFullError, MemoptIOError, OutputError
+
+RUN_AGAIN = "run the same command again: finished files are kept and partial ones continue"
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNUSABLE = {
@@ -35,3 +39,15 @@ def read_error(problem: OSError, file: str, tensor: str | None = None) -> Memopt
         tensor=tensor,
         remedy="run the same command again: finished units are kept",
     )
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn the system's errors about a path into DiskFullError or MemoptIOError, naming `what`: for downloads."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in _FULL:
+            raise DiskFullError(f"{what}: no space is left", remedy=f"free some space, then {RUN_AGAIN}") from problem
+        reason = problem.strerror or type(problem).__name__
+        raise MemoptIOError(f"{what}: {reason}", file=problem.filename, remedy=RUN_AGAIN) from problem

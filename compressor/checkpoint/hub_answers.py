@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memopt.compressor.checkpoint.disk_errors import RUN_AGAIN
 from memopt.compressor.checkpoint.hub_types import HubReference
 from memopt.errors import MissingFileError, NetworkError, SourceChangedError, UsageError
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 _RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _MAX_RETRY_AFTER_S = 60.0
-RUN_AGAIN = "run the same command again: finished files are kept and partial ones continue"
 
 
 @dataclass(frozen=True)

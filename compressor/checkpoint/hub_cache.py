@@ -5,7 +5,6 @@ A blob gets its final name only after its content was compared with that name, s
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -17,26 +16,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt.compressor.checkpoint.hub_answers import RUN_AGAIN
-from memopt.compressor.checkpoint.hub_types import FileStamp, HubFile, HubListing, HubReference
-from memopt.errors import DiskFullError, LayoutError, MemoptIOError, NetworkError, SourceChangedError
+from memopt.compressor.checkpoint.disk_errors import RUN_AGAIN, disk_errors
+from memopt.compressor.checkpoint.file_stamp import FileStamp
+from memopt.compressor.checkpoint.hub_types import HubFile, HubListing, HubReference, VerifiedFile
+from memopt.errors import DiskFullError, LayoutError, NetworkError, SourceChangedError
 from memopt.manifests.open_file import open_regular
 
 READ_SIZE_BYTES = 4 * 2**20
 _SHA1_LENGTH = 40
 _BLOB_NAME = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn the system's errors about a path into DiskFullError or MemoptIOError, naming `what`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise DiskFullError(f"{what}: no space is left", remedy=f"free some space, then {RUN_AGAIN}") from error
-        raise MemoptIOError(f"{what}: {error.strerror or type(error).__name__}", file=error.filename) from error
 
 
 @dataclass(frozen=True)
@@ -100,8 +89,12 @@ class HubCache:
             new.write_text(commit)
             new.replace(path)
 
-    def check_space(self, files: tuple[HubFile, ...]) -> None:
-        """DiskFullError if the missing parts of `files` do not fit."""
+    def shares_disk_with(self, folder: Path) -> bool:
+        """Whether what is written to `folder` takes its space from this cache; neither need exist yet."""
+        return _device(self.root) == _device(folder)
+
+    def check_space(self, files: tuple[HubFile, ...], keep_free_bytes: int = 0) -> None:
+        """DiskFullError unless the missing parts of `files` fit and `keep_free_bytes` are free after them."""
         needed = 0
         for file in {file.blob_name: file for file in files}.values():
             if not self.blob(file).exists():
@@ -112,9 +105,11 @@ class HubCache:
         with disk_errors(f"cannot use the Hub's cache {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.root).free
-        if needed > free:
+        if needed + keep_free_bytes > free:
+            release = f" and {keep_free_bytes:,} to write for the release" if keep_free_bytes else ""
+            download = f"{needed:,} bytes ({needed / 2**30:.1f} GiB) are still to download{release}"
             raise DiskFullError(
-                f"{needed:,} bytes ({needed / 2**30:.1f} GiB) are still to download, {self.root} has {free:,} free",
+                f"{download}, {self.root} has {free:,} free",
                 remedy=f"free some space or name another cache folder, then {RUN_AGAIN}",
             )
 
@@ -139,7 +134,7 @@ def check_file(path: Path, file: HubFile, where: str, tick: Callable[[int], None
             done += count
             tick(done)
         after = os.fstat(descriptor)
-    if FileStamp.of(path, before) != FileStamp.of(path, after):
+    if FileStamp.of(before) != FileStamp.of(after):
         raise SourceChangedError(f"{where}: {file.path} changed while it was verified", remedy=RUN_AGAIN)
     if digest.hexdigest() != file.blob_name:
         kind = "git blob SHA-1" if is_git else "SHA-256"
@@ -147,7 +142,14 @@ def check_file(path: Path, file: HubFile, where: str, tick: Callable[[int], None
             f"{where}: {file.path} has {kind} {digest.hexdigest()}, the Hub lists {file.blob_name}",
             remedy="the local copy was removed: run the same command again to fetch it anew",
         )
-    return FileStamp.of(path, after)
+    return FileStamp.of(after)
+
+
+def _device(path: Path) -> int:
+    """The file system of `path`, or of the nearest folder above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.stat().st_dev
 
 
 def cached_listing(reference: HubReference, cache_dir: Path | None) -> HubListing:
@@ -177,19 +179,18 @@ def cached_listing(reference: HubReference, cache_dir: Path | None) -> HubListin
     return HubListing(reference, commit, tuple(files), from_cache=True)
 
 
-def verify_stamp(stamp: FileStamp, where: str) -> None:
+def verify_stamp(file: VerifiedFile, where: str) -> None:
     """SourceChangedError unless the file still looks as it did when it was verified."""
     try:
-        with open_regular(stamp.path) as (_, status):
-            found = FileStamp.of(stamp.path, status)
+        with open_regular(file.path) as (_, status):
+            found = FileStamp.of(status)
     except LayoutError:
         raise SourceChangedError(
-            f"{where}: {stamp.path.name} was removed after it was verified", remedy=RUN_AGAIN
+            f"{where}: {file.path.name} was removed after it was verified", remedy=RUN_AGAIN
         ) from None
-    if found != stamp:
+    if found != file.stamp:
         raise SourceChangedError(
-            f"{where}: {stamp.path.name} changed after it was verified: {stamp.size_bytes:,} bytes, inode "
-            f"{stamp.inode}, modified at {stamp.mtime_ns} ns then; {found.size_bytes:,}, {found.inode}, "
-            f"{found.mtime_ns} now",
+            f"{where}: {file.path.name} changed after it was verified: {file.stamp.size_bytes:,} bytes, changed at "
+            f"{file.stamp.changed_ns} ns then; {found.size_bytes:,}, {found.changed_ns} now",
             remedy="stop whatever writes to the cache and run the same command again",
         )

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from memopt.compressor.checkpoint.disk_errors import disk_errors
 from memopt.compressor.checkpoint.hub_answers import Target
 from memopt.compressor.checkpoint.hub_batch import ProgressMeter, run_batch
-from memopt.compressor.checkpoint.hub_cache import HubCache, check_file, disk_errors
+from memopt.compressor.checkpoint.hub_cache import HubCache, check_file
 from memopt.compressor.checkpoint.hub_http import HubClient, RetryPolicy, is_offline
-from memopt.compressor.checkpoint.hub_listing import is_metadata_file, metadata_files, resolve, weight_files
+from memopt.compressor.checkpoint.hub_listing import metadata_files, resolve, weight_files
 from memopt.compressor.checkpoint.hub_types import (
-    FileStamp,
     HubFile,
     HubListing,
     HubReference,
     HubSnapshot,
     ProgressCallback,
+    VerifiedFile,
 )
 from memopt.errors import NetworkError, OutputError, SourceChangedError, TruncatedError
 from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES, header_length, parse_header
@@ -34,7 +35,7 @@ def download_headers(
     folder: Path,
     *,
     progress: ProgressCallback | None = None,
-    wanted_metadata: Callable[[str], bool] = is_metadata_file,
+    allow_code: bool = False,
     retry: RetryPolicy | None = None,
     workers: int = DEFAULT_WORKERS,
 ) -> HubSnapshot:
@@ -57,13 +58,13 @@ def download_headers(
             raise OutputError(f"{folder} is not empty", remedy="name a new folder for the headers")
     listing = resolve(reference, retry=retry)
     client = HubClient.from_environment(retry or RetryPolicy())
-    metadata = metadata_files(listing, wanted_metadata)
+    metadata = metadata_files(listing, allow_code=allow_code)
     meter = ProgressMeter(progress, metadata)
 
-    def bring_whole(file: HubFile) -> FileStamp:
+    def bring_whole(file: HubFile) -> VerifiedFile:
         return _fetch_whole(client, listing, file, folder, meter.ticker("download", file))
 
-    stamps = run_batch(bring_whole, metadata, workers, client.stop)
+    verified = run_batch(bring_whole, metadata, workers, client.stop)
     weights = weight_files(listing, folder)
     meter = ProgressMeter(progress, weights)
 
@@ -72,18 +73,18 @@ def download_headers(
         meter.ticker("download", file)(file.size_bytes)
 
     run_batch(bring_header, weights, workers, client.stop)
-    return HubSnapshot(reference, listing.commit, folder, metadata + weights, tuple(stamps), headers_only=True)
+    return HubSnapshot(listing, folder, metadata + weights, tuple(verified), headers_only=True)
 
 
 def _fetch_whole(
     client: HubClient, listing: HubListing, file: HubFile, folder: Path, tick: Callable[[int], None]
-) -> FileStamp:
+) -> VerifiedFile:
     path = folder / file.path
     target = Target(listing.reference, listing.commit, file.path)
     with disk_errors(f"{target}: cannot store it"):
         client.fetch_file(target, path, file.size_bytes, tick)
     try:
-        return check_file(path, file, str(listing.reference), lambda _: None)
+        return VerifiedFile(path, check_file(path, file, str(listing.reference), lambda _: None))
     except SourceChangedError:
         path.unlink(missing_ok=True)
         raise

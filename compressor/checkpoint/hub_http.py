@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlsplit
 
+from memopt.compressor.checkpoint.disk_errors import RUN_AGAIN
 from memopt.compressor.checkpoint.hub_answers import (
-    RUN_AGAIN,
     Target,
     TransientError,
     check_answer,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memopt.compressor.checkpoint.hub_answers import RUN_AGAIN
+from memopt.compressor.checkpoint.disk_errors import RUN_AGAIN
 from memopt.compressor.checkpoint.hub_cache import cached_listing
 from memopt.compressor.checkpoint.hub_http import HubClient, RetryPolicy, is_offline
 from memopt.compressor.checkpoint.hub_types import HubFile, HubListing, HubReference
+from memopt.compressor.checkpoint.model_config import CONFIG_NAME
+from memopt.compressor.checkpoint.small_files import sort_small_files
 from memopt.errors import IndexFileError, MalformedError, MissingFileError, SourceChangedError, UnsupportedError
 from memopt.manifests.safetensors_index import (
     INDEX_NAME,
@@ -21,27 +22,10 @@ from memopt.manifests.safetensors_index import (
 )
 from memopt.manifests.strict_json import parse_json_object, read_capped
 
-CONFIG_NAME = "config.json"
 # A repository of 10,000 files has a listing of about 4 MB.
 MAX_LISTING_SIZE_BYTES = 64 * 2**20
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_METADATA_NAME = re.compile(
-    r"(generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template"
-    r"|(pre|video_pre)?processor_config)\.json|tokenizer\.model|tiktoken\.model|merges\.txt|[\w.-]+\.jinja"
-    r"|(LICEN[CS]E|NOTICE|USE_POLICY)([.-][\w.-]*)?|README\.md"
-)
-# Whatever the caller wants: code is never run, pickles are never opened, and other weights are other models.
-_NEVER = re.compile(
-    r".*\.(py|so|sh|bin|pt|pth|ckpt|pkl|pickle|joblib|npy|npz|h5|msgpack|onnx|gguf|safetensors|zip|tar|gz"
-    r"|png|jpe?g|gif|webp|svg|mp4)",
-    re.IGNORECASE,
-)
-
-
-def is_metadata_file(name: str) -> bool:
-    """Whether a release carries this file as it came: tokenizer, chat template, generation config, licence, card."""
-    return _METADATA_NAME.fullmatch(name) is not None
 
 
 def _leaves_its_folder(path: str) -> bool:
@@ -49,16 +33,18 @@ def _leaves_its_folder(path: str) -> bool:
     return path.startswith("/") or any(part in {"", ".", ".."} for part in path.split("/")) or "\0" in path
 
 
-def _parse_file(entry: Any, reference: HubReference, every_file: bool) -> HubFile | None:
-    """The listed file; without `every_file` None for one in a subfolder or with an odd name: no checkpoint needs it."""
+def _parse_path(entry: Any, reference: HubReference) -> str:
     where = f"the Hub's listing of {reference}"
     path = entry.get("rfilename") if isinstance(entry, dict) else None
     if not isinstance(path, str):
         raise MalformedError(f"{where} has an entry without a file name", remedy="check HF_ENDPOINT")
     if _leaves_its_folder(path):
         raise MalformedError(f"{where} names {path!r}, which leaves the folder", remedy="do not trust this server")
-    if not every_file and (not is_plain_file_name(path) or not path.isprintable()):
-        return None
+    return path
+
+
+def _parse_file(path: str, entry: dict[str, Any], reference: HubReference) -> HubFile:
+    where = f"the Hub's listing of {reference}"
     lfs = entry.get("lfs")
     sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
     size = lfs.get("size") if isinstance(lfs, dict) else entry.get("size")
@@ -83,10 +69,16 @@ def parse_listing(raw: bytes, reference: HubReference, *, every_file: bool = Fal
         raise MalformedError(f"the Hub's listing of {reference} has no commit or no files", remedy="check HF_ENDPOINT")
     if _COMMIT.fullmatch(reference.revision) and commit != reference.revision:
         raise SourceChangedError(f"asked for {reference}, the server answered with commit {commit}")
-    files = [file for entry in siblings if (file := _parse_file(entry, reference, every_file)) is not None]
+    paths = [_parse_path(entry, reference) for entry in siblings]
+    # No checkpoint needs a file in a subfolder or with an odd name.
+    usable = [every_file or (is_plain_file_name(path) and path.isprintable()) for path in paths]
+    rows = zip(paths, siblings, usable, strict=True)
+    files = [_parse_file(path, entry, reference) for path, entry, is_usable in rows if is_usable]
+    passed_over = tuple(sorted({path for path, is_usable in zip(paths, usable, strict=True) if not is_usable}))
     if len({file.path for file in files}) != len(files):
         raise MalformedError(f"the Hub's listing of {reference} names a file twice", remedy="check HF_ENDPOINT")
-    return HubListing(reference, commit, tuple(sorted(files, key=lambda file: file.path)))
+    in_order = tuple(sorted(files, key=lambda file: file.path))
+    return HubListing(reference, commit, in_order, passed_over=passed_over)
 
 
 def resolve(reference: HubReference, *, cache_dir: Path | None = None, retry: RetryPolicy | None = None) -> HubListing:
@@ -100,9 +92,8 @@ def resolve(reference: HubReference, *, cache_dir: Path | None = None, retry: Re
     return parse_listing(client.fetch_listing(reference, MAX_LISTING_SIZE_BYTES), reference)
 
 
-def metadata_files(listing: HubListing, wanted: Callable[[str], bool]) -> tuple[HubFile, ...]:
-    """config.json, the index and what `wanted` accepts; MissingFileError without a config.json."""
-    names = {CONFIG_NAME, INDEX_NAME}
+def metadata_files(listing: HubListing, *, allow_code: bool) -> tuple[HubFile, ...]:
+    """config.json, the index and what a release copies (small_files.py); MissingFileError without a config.json."""
     require(listing, CONFIG_NAME)
     index = listing.find(INDEX_NAME)
     if index is not None and index.size_bytes > MAX_INDEX_SIZE_BYTES:
@@ -110,11 +101,9 @@ def metadata_files(listing: HubListing, wanted: Callable[[str], bool]) -> tuple[
             f"{listing.reference}: {index.size_bytes:,} bytes, at most {MAX_INDEX_SIZE_BYTES:,} are read",
             file=INDEX_NAME,
         )
-    return tuple(
-        file
-        for file in listing.files
-        if file.path in names or (_NEVER.fullmatch(file.path) is None and wanted(file.path))
-    )
+    copied, _ = sort_small_files(listing.top, weights=(), allow_code=allow_code)
+    names = {CONFIG_NAME, INDEX_NAME, *(file.name for file in copied)}
+    return tuple(file for file in listing.files if file.path in names)
 
 
 def weight_files(listing: HubListing, folder: Path) -> tuple[HubFile, ...]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from memopt.compressor.checkpoint.file_stamp import FileStamp
+from memopt.compressor.checkpoint.small_files import SourceFile
 from memopt.errors import UsageError
 
 HUB_SCHEME = "hf://"
@@ -51,29 +53,36 @@ class HubFile:
 
 @dataclass(frozen=True)
 class HubListing:
-    """Every usable file of one commit. `from_cache`: read from the disk in offline mode, so it may be incomplete."""
+    """Every usable file of one commit.
+
+    `passed_over`: the paths that no checkpoint needs, in subfolders or of odd names. `from_cache`: read from the disk
+    in offline mode, so it may be incomplete.
+    """
 
     reference: HubReference
     commit: str
     files: tuple[HubFile, ...]
     from_cache: bool = False
+    passed_over: tuple[str, ...] = ()
 
     def find(self, name: str) -> HubFile | None:
         return next((file for file in self.files if file.path == name), None)
 
+    @property
+    def top(self) -> tuple[SourceFile, ...]:
+        """What the repository holds at its top: files, and folders by their name and "/"."""
+        folders = sorted({path.partition("/")[0] + "/" for path in self.passed_over if "/" in path})
+        odd = [path for path in self.passed_over if "/" not in path]
+        files = [SourceFile(file.path, file.size_bytes) for file in self.files]
+        return (*files, *(SourceFile(name, None) for name in (*folders, *odd)))
+
 
 @dataclass(frozen=True)
-class FileStamp:
-    """What a file looked like when it was verified: size in bytes, modification time in ns, inode number."""
+class VerifiedFile:
+    """A file that was compared with its digest, and what it looked like then."""
 
     path: Path
-    size_bytes: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path, status: os.stat_result) -> FileStamp:
-        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
+    stamp: FileStamp
 
 
 @dataclass(frozen=True)
@@ -81,15 +90,23 @@ class HubSnapshot:
     """Files of one commit in a local folder. `commit` (40 hex digits) is the source's identity.
 
     `headers_only`: the weight files are sparse and hold their safetensors header alone; only the other files were
-    compared with their digests. `stamps` belong to the compared files, see `verify_unchanged`.
+    compared with their digests. `files`: what was fetched; nothing else in `folder` counts. `verified`: the compared
+    ones, see `verify_unchanged`. `listing`: all that the repository holds at this commit.
     """
 
-    reference: HubReference
-    commit: str
+    listing: HubListing
     folder: Path
     files: tuple[HubFile, ...]
-    stamps: tuple[FileStamp, ...] = ()
+    verified: tuple[VerifiedFile, ...] = ()
     headers_only: bool = False
+
+    @property
+    def reference(self) -> HubReference:
+        return self.listing.reference
+
+    @property
+    def commit(self) -> str:
+        return self.listing.commit
 
 
 @dataclass(frozen=True)
@@ -148,3 +165,9 @@ def parse_hub_reference(text: str) -> HubReference | None:
     if os.path.lexists(text) or os.path.lexists(repo_id.partition("/")[0]):
         return None
     return HubReference(repo_id, revision)
+
+
+def hub_spelling(text: str) -> str | None:
+    """How to write `text` so that it surely names a repository: "hf://org/name@revision"; None if it cannot be one."""
+    repo_id, at, revision = text.partition("@")
+    return HUB_SCHEME + text if _is_repo_id(repo_id) and (not at or _is_revision(revision)) else None

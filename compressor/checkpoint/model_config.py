@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from memopt.errors import ConfigError
+from memopt.manifests.release_description import CONFIG_NAME as CONFIG_NAME
 from memopt.manifests.strict_json import parse_json_object, read_capped
 
-CONFIG_NAME = "config.json"
 MAX_CONFIG_SIZE_BYTES = 16 * 2**20
 QUANTIZATION_KEY = "quantization_config"
 TEXT_KEY = "text_config"

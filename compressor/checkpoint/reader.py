@@ -5,26 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.disk_errors import read_error
+from memopt.compressor.checkpoint.file_stamp import FileStamp as FileStamp
 from memopt.errors import LayoutError, SourceChangedError, TruncatedError
 from memopt.manifests.open_file import read_exactly
 from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES
-
-
-@dataclass(frozen=True)
-class FileStamp:
-    """What tells that a file was touched: size in bytes and time of its last change (ctime) in nanoseconds.
-
-    Not the modification time: whoever edits a file in place can set that back.
-    """
-
-    size_bytes: int
-    changed_ns: int
 
 
 def _header_digest(descriptor: int, size_bytes: int) -> str:
@@ -61,7 +50,7 @@ class SourceReader:
             )
         if _header_digest(descriptor, status.st_size) != file.header_sha256:
             raise SourceChangedError("its header was changed since it was planned", file=name)
-        self.stamps[name] = FileStamp(status.st_size, status.st_ctime_ns)
+        self.stamps[name] = FileStamp.of(status)
 
     def read_into(self, tensor: StoredTensor, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `offset` of `tensor`; TruncatedError, MemoptIOError."""
@@ -88,8 +77,7 @@ class SourceReader:
     def require_unchanged(self) -> None:
         """SourceChangedError if a file was touched since it was opened."""
         for name, stamp in self.stamps.items():
-            now = os.fstat(self._descriptors[name])
-            if FileStamp(now.st_size, now.st_ctime_ns) != stamp:
+            if FileStamp.of(os.fstat(self._descriptors[name])) != stamp:
                 raise SourceChangedError(
                     "was changed while it was read", file=name, remedy="compress from a checkpoint that stays still"
                 )

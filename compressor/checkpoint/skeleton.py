@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
+from memopt.compressor.checkpoint.declared_quantization import declared_block
 from memopt.compressor.checkpoint.model_config import ModelConfig
 from memopt.compressor.checkpoint.source_tensor import (
     PACKED,
@@ -14,7 +15,6 @@ from memopt.compressor.checkpoint.source_tensor import (
     WEIGHT,
     SourceFormat,
     ceil_div,
-    declared_block,
 )
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.roles import Role, TensorSpec

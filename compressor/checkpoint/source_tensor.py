@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor
-from memopt.compressor.checkpoint.model_config import CONFIG_NAME, ModelConfig
+from memopt.compressor.checkpoint.declared_quantization import declared_block
 from memopt.compressor.families.family import Family
 from memopt.compressor.families.roles import TensorSpec
 from memopt.compressor.families.text_config import TextConfig
-from memopt.errors import ConfigError, MemoptError, MissingTensorError, ShapeError, UnknownTensorError, UnsupportedError
-from memopt.kernels.layout import CODES_PER_WORD, FP8_BLOCK_COLUMNS, FP8_BLOCK_ROWS
+from memopt.errors import MemoptError, MissingTensorError, ShapeError, UnknownTensorError, UnsupportedError
+from memopt.kernels.layout import CODES_PER_WORD
 
 WEIGHT = ".weight"
 SCALE_INV = ".weight_scale_inv"
@@ -185,16 +185,6 @@ def _assemble(spec: TensorSpec, parts: dict[str, StoredTensor], block: tuple[int
             remedy="an FP8 weight is useless without weight_scale_inv or weight_scale; fetch the checkpoint again",
         )
     return SourceTensor(spec, SourceFormat.PLAIN, weight)
-
-
-def declared_block(config: ModelConfig) -> tuple[int, int]:
-    """The FP8 block that config.json declares, 128 x 128 if it is silent; ConfigError if it is no block."""
-    declared = (config.quantization or {}).get("weight_block_size")
-    if declared is None:
-        return FP8_BLOCK_ROWS, FP8_BLOCK_COLUMNS
-    if isinstance(declared, list) and len(declared) == 2 and all(type(n) is int and n > 0 for n in declared):
-        return declared[0], declared[1]
-    raise ConfigError("weight_block_size must be two positive integers", file=CONFIG_NAME)
 
 
 def scan_source(checkpoint: Checkpoint, family: Family, text: TextConfig) -> SourceScan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +13,7 @@ from memopt.errors import SizeMismatchError
 from memopt.manifests.safetensors_header import TensorHeader
 
 WRITE_BUFFER_BYTES = 2**20
+_FAULT_IN_MEMOPT = "this is a fault in memopt: report it with the tensor's name; the source and other files are sound"
 Bytes = bytes | bytearray | memoryview
 
 
@@ -41,7 +43,10 @@ class UnitFile:
         self._remaining[name] -= view.nbytes
         if self._remaining[name] < 0:
             raise SizeMismatchError(
-                f"{-self._remaining[name]:,} bytes more than planned", tensor=name, file=self._path.name
+                f"{-self._remaining[name]:,} bytes more than planned",
+                tensor=name,
+                file=self._path.name,
+                remedy=_FAULT_IN_MEMOPT,
             )
         self._hashes[name].update(view)
         if self._layout[self._current].name != name:
@@ -71,7 +76,10 @@ class UnitFile:
         short = [name for name, count in self._remaining.items() if count]
         if short:
             raise SizeMismatchError(
-                f"{self._remaining[short[0]]:,} bytes fewer than planned", tensor=short[0], file=self._path.name
+                f"{self._remaining[short[0]]:,} bytes fewer than planned",
+                tensor=short[0],
+                file=self._path.name,
+                remedy=_FAULT_IN_MEMOPT,
             )
         try:
             self._stream.flush()
@@ -106,9 +114,14 @@ def sync_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes, temporary: Path) -> None:
     """Write `data` to `temporary`, flush it, and rename it to `path`; a crash leaves the old file or the new one."""
+    write_stream_atomically(path, (data,), temporary)
+
+
+def write_stream_atomically(path: Path, chunks: Iterable[bytes], temporary: Path) -> None:
+    """`write_atomically` for what need not be in memory at once."""
     try:
-        with open(temporary, "wb") as stream:
-            stream.write(data)
+        with open(temporary, "wb", buffering=WRITE_BUFFER_BYTES) as stream:
+            stream.writelines(chunks)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

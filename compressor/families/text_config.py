@@ -57,9 +57,12 @@ class TextConfig(BaseModel):
 
 
 def parse_text_config(config: ModelConfig) -> TextConfig:
-    """The text sizes of `config`; ConfigError naming the first field that is missing, wrong or absurd."""
+    """The text sizes of `config`; ConfigError naming the first field that is missing, wrong or absurd.
+
+    A field that is null counts as missing: publishers write `n_shared_experts: null` for none.
+    """
     try:
-        text = TextConfig.model_validate(config.text)
+        text = TextConfig.model_validate({field: value for field, value in config.text.items() if value is not None})
     except ValidationError as problem:
         first = problem.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

@@ -8,18 +8,27 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from memopt.errors import UsageError
+from memopt.errors import MemoptIOError, UsageError
 from memopt.kernels import cpu
 from memopt.kernels.int4_spec import Int4Rows, Int4Spec
 
 Device = Literal["auto", "cpu", "cuda"]
+# On the CPU a chunk, its codes and its scales stay in a core's caches; larger ones are no faster.
+CPU_CHUNK_BYTES = 2 * 2**20
+# A device launches hundreds of operations a chunk, however small it is: a whole expert (GLM-5.2: 12 MiB) at once, and
+# as many weights as int4_device.py rounds in a step or two.
+DEVICE_CHUNK_BYTES = 32 * 2**20
 _NVIDIA_CONTROL = "/dev/nvidiactl"
 
 
 class QuantizeBackend(Protocol):
-    """Rounds a chunk of rows to INT4; shapes and errors as `memopt.kernels.cpu.quantize_int4`."""
+    """Rounds a chunk of rows to INT4; shapes and errors as `memopt.kernels.cpu.quantize_int4`.
+
+    `chunk_bytes`: about how many bytes of source rows it wants at once. The codes do not depend on it.
+    """
 
     name: str
+    chunk_bytes: int
 
     def quantize(
         self,
@@ -34,6 +43,7 @@ class CpuBackend:
     """The numba kernels; they release the GIL, so that workers run side by side."""
 
     name = "cpu"
+    chunk_bytes = CPU_CHUNK_BYTES
 
     def quantize(
         self,
@@ -46,12 +56,32 @@ class CpuBackend:
 
 
 class TorchBackend:
-    """The torch kernels on one device ("cuda", or "cpu" in tests)."""
+    """The torch kernels on one device ("cuda", or "cpu" in tests). MemoptIOError when the device's memory is full."""
+
+    chunk_bytes = DEVICE_CHUNK_BYTES
 
     def __init__(self, device: str) -> None:
         self.name = device
 
     def quantize(
+        self,
+        weight: npt.NDArray,
+        block_scale: npt.NDArray[np.float32] | None,
+        block: tuple[int, int] | None,
+        spec: Int4Spec,
+    ) -> Int4Rows[npt.NDArray]:
+        import torch
+
+        try:
+            return self._quantize(weight, block_scale, block, spec)
+        except torch.OutOfMemoryError as problem:
+            raise MemoptIOError(
+                f"the {self.name} device has no memory left to round {weight.nbytes:,} bytes of weights"
+                f" ({str(problem).splitlines()[0]})",
+                remedy="free the device, or use fewer --workers or --device cpu; finished units are kept",
+            ) from None
+
+    def _quantize(
         self,
         weight: npt.NDArray,
         block_scale: npt.NDArray[np.float32] | None,
@@ -88,7 +118,10 @@ def _has_cuda() -> bool:
 
 
 def choose_backend(device: Device) -> QuantizeBackend:
-    """The backend for `device`; "auto" takes CUDA where it is there. UsageError if CUDA is asked for and absent."""
+    """The backend for `device`; "auto" takes CUDA where it is there. UsageError if CUDA is asked for and absent.
+
+    The speed of CUDA was never measured (docs/benchmarks.md): "cpu" may be faster on a host with many cores.
+    """
     if device == "cpu":
         return CpuBackend()
     if _has_cuda():

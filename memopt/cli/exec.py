@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import sys
 
@@ -83,6 +84,9 @@ def exec_command(
                     click.echo(line, err=True)
         sys.stdout.flush()
         sys.stderr.flush()
+        # Python ignores these two, and an ignored signal stays ignored through exec.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
         os.execv(program, replaced)
 
 

@@ -87,7 +87,8 @@ def refusals(command: str, *, as_json: bool) -> Iterator[None]:
         code = SIGTERM_EXIT if terminated and error.exit_code == ExitCode.INTERRUPTED else int(error.exit_code)
         refuse(command, error, as_json=as_json, exit_code=code)
     except KeyboardInterrupt:
-        stopped = InterruptedRunError("stopped before anything was written")
+        # What was done so far is known only below: a stage that keeps something says so in an error of its own.
+        stopped = InterruptedRunError("stopped before it was done", remedy="run the same command again")
         code = SIGTERM_EXIT if terminated else int(ExitCode.INTERRUPTED)
         refuse(command, stopped, as_json=as_json, exit_code=code)
     except BrokenPipeError:

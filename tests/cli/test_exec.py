@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def test_the_command_takes_over(folder: Path) -> None:
     expected = [str(folder), "--port", "80", f"--model={folder}", '{"a": {}}']
     assert done.stdout == f"{expected} {os.getpid()}\n"
     assert f"verified    {IDENTITY}" in done.stderr
+
+
+def test_signals_are_as_a_shell_leaves_them(folder: Path) -> None:
+    done = run(folder, "--", "grep", "SigIgn", "/proc/self/status")
+    ignored = int(done.stdout.split()[-1], 16)
+    for number in (signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGXFSZ):
+        assert not ignored & (1 << (number - 1)), number
 
 
 @pytest.mark.parametrize("stage", [False, True])

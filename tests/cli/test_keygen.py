@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
+from refusals import within_seconds
 
 from cli.invoke import Outcome, command, invoke, run_command
 from memopt.manifests.keys import CURVES, load_private_key, load_public_key
@@ -166,17 +168,25 @@ def at_a_terminal(arguments: list[str], answers: list[str]) -> tuple[int, str]:
     child, terminal = pty.fork()
     if child == 0:
         os.execv(arguments[0], arguments)
-    shown = b""
+    shown, since_answer = b"", b""
     try:
-        while True:
-            part = os.read(terminal, 1024)
-            shown += part
-            if shown.rstrip().endswith(b":") and answers:
-                os.write(terminal, answers.pop(0).encode() + b"\n")
+        with within_seconds(60):
+            while True:
+                part = os.read(terminal, 1024)
+                shown, since_answer = shown + part, since_answer + part
+                # Only after a new prompt: what is typed before it is thrown away with the echo.
+                if since_answer.rstrip().endswith(b":") and answers:
+                    since_answer = b""
+                    os.write(terminal, answers.pop(0).encode() + b"\n")
+    except TimeoutError:
+        os.kill(child, signal.SIGKILL)
+        raise
     except OSError:
         pass
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
+    finally:
+        os.close(terminal)
+        status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status), shown.decode()
 
 
 def test_the_prompt_asks_twice_and_shows_nothing(tmp_path: Path) -> None:

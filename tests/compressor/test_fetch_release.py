@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli.invoke import invoke
+from cli.invoke import command, invoke
 from hub_server import Cut, HubServer, commit_of, running_hub
-from refusals import refusal
+from refusals import refusal, within_seconds
 from release_files import contents, policy_json
 from signing_keys import fixed_key
-from tiny_releases import IDENTITY, NOW, POLICY, SHARDS, flip_byte, sign, signed_release
+from tiny_releases import IDENTITY, KEY, NOW, POLICY, SHARDS, flip_byte, sign, signed_release
 
 from memopt.compressor.checkpoint.hub import HubProgress, RetryPolicy
 from memopt.compressor.fetch_release import PullOptions, PullResult, pull_release
@@ -320,6 +323,30 @@ def test_offline_means_offline(hub: HubServer, dest: Path, monkeypatch: pytest.M
     with refusal(NetworkError, "HF_HUB_OFFLINE"):
         pull(dest)
     assert hub.log == []
+
+
+def test_a_stopped_pull_leaves_no_release(hub: HubServer, release: Path, dest: Path, tmp_path: Path) -> None:
+    sign(release, created=None)
+    hub.add("org/tiny", release)
+    key = tmp_path / "release.pub"
+    key.write_bytes(KEY.public_key.pem)
+    hub.faults.seconds_per_chunk = 0.2
+    arguments = command("pull", "org/tiny", dest, "--key", key, "--workers", "1")
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        with within_seconds(60):
+            while not any((tree(dest) / name).exists() for name in (*SHARDS, RANK_SHARD)):
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            out, error = process.communicate()
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (143, ""), error
+    assert "run the same command again" in error
+    assert nothing_looks_complete(dest)
+    hub.faults.seconds_per_chunk = 0.0
+    assert invoke("pull", "org/tiny", dest, "--key", key).code == 0
+    assert contents(dest) == contents(release)
 
 
 def test_the_command(hub: HubServer, release: Path, dest: Path, tmp_path: Path) -> None:

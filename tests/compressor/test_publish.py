@@ -35,7 +35,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[UploadServe
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     # LFS, whose whole protocol the server speaks; one test below takes Xet.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     with running_hub(UploadServer(tmp_path / "hub")) as server:
         assert isinstance(server, UploadServer)
         server.faults.required_token = TOKEN

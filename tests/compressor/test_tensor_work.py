@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from memopt.compressor import tensor_work
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.model_config import parse_config
 from memopt.compressor.checkpoint.reader import SourceReader
@@ -102,9 +101,9 @@ def test_chunks_do_not_change_anything(
     plan = _plan(source, fate)
     advanced: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_work, "CHUNK_BYTES", 2**30)
+        patch.setattr(CpuBackend, "chunk_bytes", 2**30)
         whole = _run(folder, checkpoint, plan, [])
-        patch.setattr(tensor_work, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(CpuBackend, "chunk_bytes", chunk_bytes)
         cut = _run(folder, checkpoint, plan, advanced)
     assert cut == whole
     assert sum(advanced) == source.size_bytes
@@ -147,7 +146,7 @@ def test_the_error_figures_are_those_of_the_codes(tmp_path: Path) -> None:
 
 def test_advance_stops_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, source = _float8(tmp_path, 256, 64, (128, 128), 3)
-    monkeypatch.setattr(tensor_work, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(CpuBackend, "chunk_bytes", 64)
     seen: list[int] = []
 
     class Full(list[int]):

@@ -14,7 +14,6 @@ from cli.invoke import run_command
 import memopt
 from faults.small_source import FLAGS, OPTIONS, compress
 from faults.trees import tree
-from memopt.compressor import tensor_work
 from memopt.compressor.pipeline import run_plan
 from memopt.compressor.quantize.backend import CpuBackend, TorchBackend
 
@@ -39,9 +38,12 @@ def test_backend_does_not_change_bytes(shared_source: Path, reference: dict[str,
 def test_chunk_size_does_not_change_bytes(
     chunk_bytes: int, shared_source: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_work, "CHUNK_BYTES", chunk_bytes)
-    compress(shared_source, tmp_path / "out")
-    assert tree(tmp_path / "out") == reference
+    monkeypatch.setattr(CpuBackend, "chunk_bytes", chunk_bytes)
+    monkeypatch.setattr(TorchBackend, "chunk_bytes", chunk_bytes)
+    plan = memopt.plan(shared_source, options=OPTIONS)
+    for number, backend in enumerate((CpuBackend(), TorchBackend("cpu"))):
+        run_plan(plan, tmp_path / str(number), backend=backend)
+        assert tree(tmp_path / str(number)) == reference
 
 
 def test_hash_seed_place_and_memory_limit_do_not_change_bytes(

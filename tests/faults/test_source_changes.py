@@ -16,7 +16,6 @@ from tiny_checkpoints import make_checkpoint
 import memopt
 from faults.small_source import EXPERT, EXPERT_SCALE, FLAGS, OPTIONS, compress, edit_tensor, file_of
 from faults.trees import tree
-from memopt.compressor import tensor_work
 from memopt.compressor.pipeline import run_plan
 from memopt.compressor.progress import Progress
 from memopt.compressor.quantize.backend import CpuBackend
@@ -169,7 +168,7 @@ def test_the_row_is_right_in_every_chunk(
     path.write_bytes(whole[:place] + bytes([E4M3_NAN]) + whole[place + 1 :])
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tensor_work, "CHUNK_BYTES", chunk_bytes)
+            patch.setattr(CpuBackend, "chunk_bytes", chunk_bytes)
             with pytest.raises(NonFiniteError, match=f"row {row}, column {column} ") as caught:
                 compress(source, tmp_path_factory.mktemp("out"))
     finally:
@@ -183,7 +182,7 @@ def test_the_row_is_right_past_the_first_real_chunk(tmp_path: Path) -> None:
         tmp_path / "source", "glm-5.1-fp8", moe_intermediate_size=12288, n_routed_experts=2, num_hidden_layers=2,
         num_nextn_predict_layers=0,
     )  # fmt: skip
-    row = tensor_work.CHUNK_BYTES // 256 + 1234
+    row = CpuBackend.chunk_bytes // 256 + 1234
     edit_tensor(source, EXPERT, lambda raw: raw.__setitem__(row * 256 + 255, E4M3_NAN | 0x80))
     with pytest.raises(NonFiniteError, match=rf"row {row}, column 255 .*FP8 bits 0xFF") as caught:
         compress(source, tmp_path / "out")

@@ -18,7 +18,7 @@ def _cpu(source: Source) -> object:
     assert source.scale is not None
     assert source.block is not None
     try:
-        return cpu.dequantize_float8(source.weight, source.scale, source.block).tobytes()
+        return cpu.dequantize_float8_bf16(source.weight, source.scale, source.block).tobytes()
     except NonFiniteWeightError as error:
         return str(error)
 
@@ -39,12 +39,12 @@ def test_every_e4m3_pattern() -> None:
     expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).to(torch.float32)
     for code in (0x7F, 0xFF):
         with pytest.raises(NonFiniteWeightError) as caught:
-            cpu.dequantize_float8(codes[:, code : code + 1], np.ones((1, 1), np.float32), (128, 128))
+            cpu.dequantize_float8_bf16(codes[:, code : code + 1], np.ones((1, 1), np.float32), (128, 128))
         assert (caught.value.row, caught.value.column, caught.value.bits) == (0, 0, code)
     finite = codes[:, (codes[0] & 0x7F) != 0x7F]
     wanted = expected[:, (codes[0] & 0x7F) != 0x7F]
     one = np.ones((1, 2), np.float32)
-    bits = cpu.dequantize_float8(finite, one, (128, 128))
+    bits = cpu.dequantize_float8_bf16(finite, one, (128, 128))
     assert bits.tobytes() == wanted.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     values = float8_reference.dequantize_float8(torch.from_numpy(finite), torch.from_numpy(one), (128, 128))
     assert values.numpy().tobytes() == wanted.numpy().tobytes()
@@ -86,14 +86,17 @@ def test_ue8m0() -> None:
     assert [float(v) for v in values[:255]] == [2.0 ** (code - 127) for code in range(255)]
     theirs = torch.from_numpy(codes[1:255].copy()).view(torch.float8_e8m0fnu).to(torch.float32).numpy()
     assert values[1:255].tobytes() == theirs.tobytes()
-    with pytest.raises(ShapeError, match="int32"):
-        decode_ue8m0(codes.astype(np.int32))  # type: ignore[arg-type]
+    reference = float8_reference.decode_ue8m0(torch.from_numpy(codes).view(16, 16))
+    assert np.array_equal(reference.reshape(-1).numpy(), values, equal_nan=True)
+    for wrong in (codes.astype(np.int32), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ShapeError, match="int32"):
+            (decode_ue8m0 if isinstance(wrong, np.ndarray) else float8_reference.decode_ue8m0)(wrong)  # type: ignore[arg-type, operator]
 
 
 def test_a_ue8m0_nan_is_refused_where_it_meets_a_weight() -> None:
     scale = decode_ue8m0(np.array([[127, 255]], np.uint8))
     with pytest.raises(NonFiniteWeightError, match="row 0, column 128"):
-        cpu.dequantize_float8(np.zeros((3, 256), np.uint8), scale, (128, 128))
+        cpu.dequantize_float8_bf16(np.zeros((3, 256), np.uint8), scale, (128, 128))
 
 
 def test_wrong_dtypes_are_refused() -> None:
@@ -103,4 +106,4 @@ def test_wrong_dtypes_are_refused() -> None:
     with pytest.raises(ShapeError, match="float64"):
         float8_reference.dequantize_float8(torch.zeros(2, 8, dtype=torch.uint8), one.double(), (128, 128))
     with pytest.raises(ShapeError, match="uint16"):
-        cpu.dequantize_float8(np.zeros((2, 8), np.uint16), None, None)  # type: ignore[arg-type]
+        cpu.dequantize_float8_bf16(np.zeros((2, 8), np.uint16), None, None)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import shutil
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from opened_releases import EMBED, hub_tensors, opened, whole_file_release
 from refusals import refusal
-from safetensors.torch import load_file, save_file
-from signed_statements import bundle_of
+from safetensors.torch import save_file
 from signing_keys import fixed_key
 from tiny_releases import (
     IDENTITY,
@@ -27,7 +26,6 @@ from tiny_releases import (
     THREE_CHUNKS,
     flip_byte,
     key_policy,
-    rank_tensors,
     same_tensors,
     sign,
     sign_anyway,
@@ -47,16 +45,9 @@ from memopt.errors import (
     UsageError,
 )
 from memopt.manifests.loader import GROUP_SIZE_BYTES
-from memopt.manifests.release import Release, open_release
+from memopt.manifests.release import open_release
 from memopt.manifests.safetensors_index import INDEX_NAME
-from memopt.manifests.statement import Resource, render_statement
 from memopt.manifests.verified_reader import BadChunkError
-
-EMBED = "model.layers.0.attention.weight"
-
-
-def opened(folder: Path, **options: object) -> Release:
-    return open_release(folder, **({"policy": POLICY, "now": NOW} | options))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +59,6 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return signed_release(tmp_path / "release")
-
-
-def hub_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / SHARDS[0]) | load_file(folder / SHARDS[1])
 
 
 def test_load_gives_what_safetensors_gives(big: Path) -> None:
@@ -257,55 +244,6 @@ def test_no_descriptor_is_left_open(small: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_rank_reads_its_files_alone(tmp_path: Path) -> None:
-    folder = signed_release(tmp_path / "release", rows=8, num_ranks=4)
-    expected = rank_tensors(0, 8, 3, 4) | rank_tensors(1, 8, 3, 4)
-    for path in folder.rglob("*.safetensors*"):
-        if path.parent != folder / "tp4" / "rank-3":
-            path.unlink()
-    with opened(folder) as release:
-        assert release.ranks == (0, 1, 2, 3)
-        assert same_tensors(release.load(rank=3), expected)
-        assert same_tensors(dict(release.iter_tensors(rank=3)), expected)
-        assert same_tensors(release.load(rank=3, tensor_parallel=4), expected)
-        wanted = {f"tp4/rank-3/{name}" for name in (*SHARDS, INDEX_NAME)}
-        assert {name for name in release.files_for(3) if "safetensors" in name} == wanted
-        with refusal(MissingFileError, "tp4/rank-2"):
-            release.load(rank=2)
-        with refusal(MissingFileError, INDEX_NAME):
-            release.load()
-        with refusal(UsageError, "no files of rank 4", "0, 1, 2, 3"):
-            release.load(rank=4)
-        with refusal(UsageError, "tp8"):
-            release.load(rank=3, tensor_parallel=8)
-    (folder / "tp4" / "rank-3" / "extra.safetensors").touch()
-    with refusal(LayoutError, "tp4/rank-3/extra.safetensors"):
-        opened(folder)
-
-
-def test_two_rank_layouts(tmp_path: Path) -> None:
-    folder = tmp_path / "release"
-    write_release(folder, rows=8, num_ranks=2)
-    shutil.copytree(folder / "tp2", folder / "tp4")
-    sign(folder)
-    with opened(folder) as release:
-        with refusal(UsageError, "tp2/rank-1/", "tp4/rank-1/"):
-            release.load(rank=1)
-        assert same_tensors(
-            release.load(rank=1, tensor_parallel=4), rank_tensors(0, 8, 1, 2) | rank_tensors(1, 8, 1, 2)
-        )
-
-
-def test_a_flipped_rank_file(tmp_path: Path) -> None:
-    folder = signed_release(tmp_path / "release", rows=8, num_ranks=2)
-    flip_byte(folder / "tp2" / "rank-1" / SHARDS[0], -1)
-    with opened(folder) as release:
-        release.load()
-        release.load(rank=0)
-        with pytest.raises(ContentError, match=f"tp2/rank-1/{SHARDS[0]}"):
-            release.load(rank=1)
-
-
 def test_another_device(big: Path, tmp_path: Path) -> None:
     """ "meta" stands for an accelerator: shapes only, but read and verified all the same."""
     expected = hub_tensors(big)
@@ -319,16 +257,6 @@ def test_another_device(big: Path, tmp_path: Path) -> None:
     flip_byte(copy / SHARDS[1], -1)
     with opened(copy) as release, pytest.raises(BadChunkError):
         release.load(device="meta")
-
-
-def whole_file_release(folder: Path) -> Path:
-    """A release as `model_signing sign` leaves it: a signature, no manifest, no chunks."""
-    write_release(folder, rows=THREE_CHUNKS // 8)
-    (folder / "ledger.jsonl").unlink()
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    payload = render_statement("tiny", [Resource(name, digest) for name, digest in digests.items()])
-    (folder / "model.sig").write_bytes(bundle_of(KEY, payload))
-    return folder
 
 
 def test_a_release_without_a_manifest(tmp_path: Path) -> None:

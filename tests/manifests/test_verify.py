@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from refusals import refusal
-from release_files import contents
+from release_files import contents, policy_json
 from signing_keys import fixed_key
 from tiny_releases import (
     IDENTITY,
@@ -29,7 +29,7 @@ from tiny_releases import (
     write_index,
 )
 
-from memopt.errors import UsageError
+from memopt.errors import PolicyFileError, UsageError
 from memopt.manifests.digest import CHUNK_SIZE_BYTES
 from memopt.manifests.policy import policy_for_key
 from memopt.manifests.safetensors_index import INDEX_NAME
@@ -208,6 +208,14 @@ def test_allowed_extra_paths(small: Path) -> None:
     assert check(small, policy).is_ok
     (small / "note.txt2").write_text("")
     assert found(check(small, policy)) == [(6, "note.txt2")]
+
+
+def test_a_policy_file(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "trust.json").write_text(policy_json(identity="acme/other"))
+    assert check(small, tmp_path / "trust.json").exit_code == 5
+    (tmp_path / "trust.json").write_text("{}")
+    with refusal(PolicyFileError, "schema"):
+        check(small, str(tmp_path / "trust.json"))
 
 
 def test_wrong_calls(small: Path) -> None:

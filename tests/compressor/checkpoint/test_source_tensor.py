@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import assert_refusal, refusal
+from refusals import assert_refusal
 from tiny_checkpoints import tiny_config
 from tiny_plans import checkpoint_of, scan, source_of, tiny, with_tensor, without_tensor
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint
-from memopt.compressor.checkpoint.source_tensor import SourceFormat, declared_block, logical_name
-from memopt.errors import ConfigError, MemoptError, MissingTensorError, ShapeError, UnknownTensorError, UnsupportedError
+from memopt.compressor.checkpoint.source_tensor import SourceFormat, logical_name
+from memopt.errors import MemoptError, MissingTensorError, ShapeError, UnknownTensorError, UnsupportedError
 
 O_PROJ = "model.layers.0.self_attn.o_proj"
 GATE = "model.layers.1.mlp.gate.weight"
@@ -83,15 +83,6 @@ def test_the_config_may_declare_another_block() -> None:
     source = source_of(checkpoint_of(config), f"{O_PROJ}.weight")
     assert source.scale is not None
     assert (source.block, source.scale.shape) == ((64, 32), (4, 8))
-
-
-@pytest.mark.parametrize("block", [[0, 128], [128], [True, True], [128.0, 128.0], "128x128", 128, [-1, 128]])
-def test_a_block_that_is_none_is_refused(block: object) -> None:
-    config = tiny_config("glm-5.2-fp8")
-    config["quantization_config"]["weight_block_size"] = block
-    with refusal(ConfigError, "config.json", "weight_block_size"):
-        checkpoint_of(config)
-    assert declared_block(tiny("glm-4.7-fp8").config) == (128, 128)
 
 
 def test_fp8_is_told_by_the_scale_not_by_a_list(block_fp8: Checkpoint) -> None:
