@@ -19,12 +19,24 @@ $(VENV)/.test: $(VENV)/.runtime
 	touch $@
 
 demo: $(VENV)/.runtime
-	rm -rf $(DEMO_OUTPUT)
+	rm -rf demo-output
 	$(BIN)/memopt inspect $(DEMO_SOURCE)
 	@echo
 	$(BIN)/memopt plan $(DEMO_SOURCE) --recipe glm-5.2-int4
 	@echo
 	$(BIN)/memopt compress $(DEMO_SOURCE) $(DEMO_OUTPUT) --recipe glm-5.2-int4
+	@echo
+	$(BIN)/memopt keygen demo-output/release.pem --no-passphrase
+	$(BIN)/memopt sign $(DEMO_OUTPUT) --key demo-output/release.pem
+	@echo
+	$(BIN)/memopt verify $(DEMO_OUTPUT) --key demo-output/release.pub
+	@echo
+	@echo "One bit of a copy is flipped; verify must refuse it with exit code 4:"
+	cp -r $(DEMO_OUTPUT) demo-output/tampered
+	$(BIN)/python examples/flip_one_bit.py demo-output/tampered/model-00001-of-00001.safetensors 9000000
+	$(BIN)/memopt verify demo-output/tampered --key demo-output/release.pub; test $$? -eq 4
+	@echo
+	@echo "Made $(DEMO_OUTPUT), signed. Next: memopt dequantize $(DEMO_OUTPUT) demo-output/tiny-glm5-bf16"
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -1,4 +1,4 @@
-"""A checkpoint of true-shape GLM-5.2 experts (6144 x 2048), as large as wanted, for benchmarks."""
+"""Checkpoints for benchmarks: true-shape GLM-5.2 experts (6144 x 2048), as large as wanted; or very many tiny tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,25 @@ from memopt.manifests.safetensors_header import TensorHeader, render_header
 HIDDEN, INTERMEDIATE = 6144, 2048
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE
 FILE_BYTES = 2**30
+FILE_TENSORS = 2_000
 TABLE_BYTES = 2**24
+GLM_CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "glm-5.2-fp8.json"
+# GLM-5.2 with all its layers and experts, and sizes so small that the tensors' number is what costs.
+TINY_SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+}
 
 
 def bench_config(num_experts: int, num_layers: int = 1) -> dict[str, object]:
@@ -52,9 +70,17 @@ def _random_fp8(generator: np.random.Generator) -> np.ndarray:
 
 def write_expert_checkpoint(folder: Path, size_bytes: int, num_layers: int = 1) -> int:
     """Write experts of about `size_bytes` into `folder`; returns the FP8 bytes of routed experts."""
-    folder.mkdir(parents=True, exist_ok=True)
     num_experts = max(1, round(size_bytes / EXPERT_BYTES / num_layers))
-    config = bench_config(num_experts, num_layers)
+    return _write_checkpoint(folder, bench_config(num_experts, num_layers))
+
+
+def write_many_tensors(folder: Path) -> int:
+    """Write GLM-5.2's 118,629 tensors, each of at most a few KiB, into `folder`; returns the FP8 bytes of experts."""
+    return _write_checkpoint(folder, json.loads(GLM_CONFIG.read_text()) | TINY_SIZES)
+
+
+def _write_checkpoint(folder: Path, config: dict[str, object]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
     raw = json.dumps(config).encode()
     (folder / "config.json").write_bytes(raw)
     generator = np.random.default_rng(0)
@@ -62,7 +88,7 @@ def write_expert_checkpoint(folder: Path, size_bytes: int, num_layers: int = 1) 
     files: list[list[TensorHeader]] = [[]]
     for stored in skeleton_checkpoint(parse_config(raw)).tensors.values():
         start = files[-1][-1].end if files[-1] else 0
-        if start + stored.size_bytes > FILE_BYTES and files[-1]:
+        if files[-1] and (start + stored.size_bytes > FILE_BYTES or len(files[-1]) == FILE_TENSORS):
             files.append([])
             start = 0
         files[-1].append(TensorHeader(stored.name, stored.dtype, stored.shape, start, start + stored.size_bytes))
@@ -86,8 +112,7 @@ def _contents(tensor: TensorHeader, table: np.ndarray, generator: np.random.Gene
     if tensor.dtype == "F8_E4M3":
         shift = int(generator.integers(0, TABLE_BYTES))
         count = tensor.size_bytes
-        repeats = -(-count // TABLE_BYTES) + 1
-        return np.tile(table, repeats)[shift : shift + count].tobytes()
+        return np.take(table, range(shift, shift + count), mode="wrap").tobytes()
     if tensor.dtype == "F32":
         return (generator.random(tensor.size_bytes // 4, dtype=np.float32) * 1e-4 + 1e-4).tobytes()
     return bytes(tensor.size_bytes)

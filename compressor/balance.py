@@ -1,4 +1,4 @@
-"""The end of a run: headers are read back, ledger and release.json are written, every size is compared with the plan."""
+"""The end of a run: headers are read back, ledger and release.json written, all sizes compared with the plan."""
 
 from __future__ import annotations
 

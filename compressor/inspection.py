@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from memopt.compressor.alignment import COMMON_DEGREES, divides
 from memopt.compressor.checkpoint.checkpoint import CheckpointScan
-from memopt.compressor.checkpoint.source_tensor import SourceScan, SourceTensor, scan_source
+from memopt.compressor.checkpoint.declared_quantization import FP8, INT4, declared_formats
+from memopt.compressor.checkpoint.model_config import CONFIG_NAME
+from memopt.compressor.checkpoint.source_tensor import SourceFormat, SourceScan, SourceTensor, scan_source
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.text_config import parse_text_config
 from memopt.compressor.recipe import DEFAULT_RECIPES
 from memopt.compressor.source_identity import SourceIdentity
 from memopt.compressor.tensor_plan import FLOAT8_FORMATS
-from memopt.errors import MemoptError
+from memopt.errors import ConfigError, MemoptError
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,24 @@ def _degrees(sources: tuple[SourceTensor, ...]) -> tuple[int, ...]:
     )
 
 
+def _config_problems(quantization: dict[str, Any] | None, sources: tuple[SourceTensor, ...]) -> tuple[ConfigError, ...]:
+    """Where config.json and the tensors tell of different formats; the tensors are right, engines follow the config."""
+    names = {SourceFormat.PLAIN: None, SourceFormat.INT4_PACKED: INT4}
+    stored = {names.get(source.format, FP8) for source in sources} - {None}
+    declared = declared_formats(quantization)
+    told = " and ".join(sorted(declared)) or "no quantized"
+    found = " and ".join(sorted(map(str, stored))) or "none"
+    if declared == stored:
+        return ()
+    return (
+        ConfigError(
+            f"declares {told} weights, the files hold {found}",
+            file=CONFIG_NAME,
+            remedy="correct quantization_config; a memopt release is described by its tensors",
+        ),
+    )
+
+
 def _architecture(scan: CheckpointScan) -> str | None:
     architectures = scan.checkpoint.config.raw.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else None
@@ -109,6 +130,8 @@ def inspect_scan(scan: CheckpointScan, identity: SourceIdentity) -> Inspection:
     sources: SourceScan = scan_source(checkpoint, family, text)
     # A shard that cannot be read would repeat itself as one missing tensor a line.
     problems: tuple[MemoptError, ...] = scan.problems or sources.problems
+    recipe = None if problems else _suggested(family.name, sources)
+    problems = problems or _config_problems(checkpoint.config.quantization, sources.tensors)
     elements = 0
     for tensor in checkpoint.tensors.values():
         count = 1
@@ -130,7 +153,7 @@ def inspect_scan(scan: CheckpointScan, identity: SourceIdentity) -> Inspection:
         num_mtp_layers=text.num_nextn_predict_layers,
         roles=_roles(sources.tensors),
         tensor_parallel_degrees=_degrees(sources.tensors),
-        suggested_recipe=None if problems else _suggested(family.name, sources),
+        suggested_recipe=recipe,
         problems=tuple(Problem(problem.code, str(problem)) for problem in problems),
     )
 

@@ -42,7 +42,7 @@ NEVER_INT4 = (
     PlainModule("sglang", Role.INDEXER, "indexer.wk is fused with weights_proj, which is plain", "indexer.wk"),
     PlainModule("vllm", Role.INDEXER_WEIGHTS, "indexer.weights_proj is always unquantized"),
     PlainModule("sglang", Role.INDEXER_WEIGHTS, "indexer.weights_proj is always unquantized"),
-    PlainModule("vllm", Role.LM_HEAD, "lm_head is no Linear, so that no target of the config reaches it"),
+    PlainModule("vllm", Role.LM_HEAD, "lm_head is no Linear: it is read plain unless a target names it"),
     PlainModule("sglang", Role.LM_HEAD, "a quantized lm_head gives garbage"),
     PlainModule("vllm", Role.MTP_PROJECTION, "eh_proj is always unquantized"),
     PlainModule("sglang", Role.MTP_PROJECTION, "eh_proj is always unquantized"),

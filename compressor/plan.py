@@ -19,7 +19,7 @@ from memopt.compressor.families.text_config import parse_text_config
 from memopt.compressor.ledger import ledger_line, ledger_row
 from memopt.compressor.lint import EngineNote, lint, raise_on_error
 from memopt.compressor.metadata_files import MetadataFile, MetadataSelection, missing_code, select_metadata
-from memopt.compressor.quantization_config import build_quantization_config
+from memopt.compressor.quantization_config import build_quantization_config, is_stale
 from memopt.compressor.recipe import Recipe
 from memopt.compressor.source_identity import SourceIdentity
 from memopt.compressor.tensor_plan import Fate, TensorPlan, plan_tensors
@@ -159,7 +159,8 @@ def build_plan(
     scan = scan_source(checkpoint, family, parse_text_config(checkpoint.config))
     raise_first(scan.problems)
     tensors = plan_tensors(recipe, family.name, scan.tensors)
-    is_rewritten = any(plan.fate in {Fate.QUANTIZED, Fate.CONVERTED} for plan in tensors)
+    is_changed = any(plan.fate in {Fate.QUANTIZED, Fate.CONVERTED} for plan in tensors)
+    is_rewritten = is_changed or is_stale(checkpoint.config.quantization, tensors)
     quantization = build_quantization_config(tensors) if is_rewritten else checkpoint.config.quantization
     metadata = _select_metadata(checkpoint, options)
     copied = {file.name for file in metadata.copied}

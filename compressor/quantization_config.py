@@ -35,8 +35,9 @@ _ROLE_PATTERNS: dict[Role, tuple[str, ...]] = {
     Role.VISION: (r"re:.*vision_tower.*", r"re:.*mm_projector.*"),
     Role.ROUTED_EXPERT: (EXPERT_PATTERN,),
 }
-# Engines treat embeddings as ignorable modules although they are not Linear.
-_ALWAYS_IGNORED = (r"re:.*embed_tokens.*",)
+# Modules that engines make and ask about whether or not the checkpoint stores them: a tied lm_head has no tensor, and
+# transformers would wait for its packed words; embeddings are ignorable although they are not Linear.
+_ALWAYS_IGNORED = {Role.LM_HEAD: _ROLE_PATTERNS[Role.LM_HEAD][0], Role.EMBEDDING: r"re:.*embed_tokens.*"}
 
 
 def pattern_matches(pattern: str, module: str) -> bool:
@@ -99,6 +100,11 @@ def _float8_scheme(plan: TensorPlan) -> dict[str, Any]:
     }
 
 
+def is_stale(quantization: dict[str, Any] | None, plans: tuple[TensorPlan, ...]) -> bool:
+    """Whether a block stands over plain tensors alone: engines would wait for scales that do not exist."""
+    return bool(quantization) and not any(plan.is_int4 or plan.is_float8 for plan in plans)
+
+
 def build_quantization_config(plans: tuple[TensorPlan, ...]) -> dict[str, Any] | None:
     """The block for these plans, or None when no output is INT4 or FP8.
 
@@ -114,6 +120,10 @@ def build_quantization_config(plans: tuple[TensorPlan, ...]) -> dict[str, Any] |
         raise RecipeError("the release would hold two FP8 forms at once", remedy="give one of them bf16")
     plain = [plan.source.spec for plan in linear if not plan.is_int4 and not plan.is_float8]
     quantized = [plan.source.spec for plan in linear if plan.is_int4 or plan.is_float8]
+    ignore = list(module_patterns(plain, quantized))
+    quantized_roles = {spec.role for spec in quantized}
+    always = [pattern for role, pattern in _ALWAYS_IGNORED.items() if role not in quantized_roles]
+    ignore += [pattern for pattern in always if pattern not in ignore]
     groups: dict[str, Any] = {}
     if int4:
         sizes = {plan.int4_group_size for plan in int4}
@@ -136,7 +146,7 @@ def build_quantization_config(plans: tuple[TensorPlan, ...]) -> dict[str, Any] |
         "quant_method": "compressed-tensors",
         "format": form,
         "config_groups": groups,
-        "ignore": [*module_patterns(plain, quantized), *_ALWAYS_IGNORED],
+        "ignore": ignore,
         "kv_cache_scheme": None,
         "quantization_status": "compressed",
     }

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from memopt.compressor.checkpoint.reader import SourceReader
@@ -61,11 +62,7 @@ def require_outputs(
     with open_regular(out / unit.file_name) as (descriptor, _):
         for tensor in recorded:
             for name, digest in tensor.output_sha256.items():
-                start = len(unit.header) + placed[name].start
-
-                def read(offset: int, view: memoryview, start: int = start) -> None:
-                    read_into(descriptor, view, start + offset, unit.file_name)
-
+                read = partial(_read_at, descriptor, len(unit.header) + placed[name].start, unit.file_name)
                 if _sha256(read, placed[name].size_bytes, buffer, advance) != digest:
                     raise ContentError(
                         "was changed after it was written: its SHA-256 is not the recorded one",
@@ -86,12 +83,15 @@ def require_sources(
         for part in tensor.plan.source.parts:
             if part.file not in files:
                 continue
-
-            def read(offset: int, view: memoryview, part=part) -> None:  # type: ignore[no-untyped-def]
-                reader.read_into(part, offset, view)
-
-            if _sha256(read, part.size_bytes, buffer, advance) != tensor.source_sha256[part.name]:
+            if (
+                _sha256(partial(reader.read_into, part), part.size_bytes, buffer, advance)
+                != tensor.source_sha256[part.name]
+            ):
                 raise SourceChangedError("differs from what was read before", tensor=part.name, file=part.file)
+
+
+def _read_at(descriptor: int, start: int, file: str, offset: int, view: memoryview) -> None:
+    read_into(descriptor, view, start + offset, file)
 
 
 def _sha256(read: Callable[[int, memoryview], None], size_bytes: int, buffer: memoryview, advance: Advance) -> str:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from memopt.compressor.checkpoint.disk_errors import write_error
-from memopt.compressor.checkpoint.reader import FileStamp
+from memopt.compressor.checkpoint.file_stamp import FileStamp
 from memopt.compressor.checkpoint.writer import sync_folder, write_stream_atomically
 from memopt.compressor.output_folder import (
     FINISHED_FOLDER,

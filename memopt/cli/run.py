@@ -12,8 +12,9 @@ from typing import Any
 import click
 
 from memopt.cli.output import duration_text, print_verdict, size_text
+from memopt.compressor.ledger import LARGEST_FIGURE, ErrorSummary
 from memopt.compressor.pipeline import RunResult
-from memopt.compressor.progress import Progress
+from memopt.compressor.progress import CHECK_STAGE, Progress
 
 PLAIN_INTERVAL_SECONDS = 10.0
 
@@ -22,6 +23,12 @@ def _say(line: str) -> None:
     # The work goes on when the log's reader went away (`2>&1 | head`).
     with suppress(BrokenPipeError):
         click.echo(line, err=True)
+
+
+def pace_text(progress: Progress) -> str:
+    """This run's own rate, and the time left at it: what an earlier run did is in neither."""
+    left = "" if progress.remaining_seconds is None else f", {duration_text(progress.remaining_seconds)} left"
+    return f"{progress.rate_bytes_per_second / 1e9:.2f} GB/s{left}"
 
 
 class PlainProgress:
@@ -36,10 +43,9 @@ class PlainProgress:
         if now - self._last < PLAIN_INTERVAL_SECONDS and not is_last:
             return
         self._last = now
-        left = "" if progress.remaining_seconds is None else f", {duration_text(progress.remaining_seconds)} left"
+        checked = "check " if progress.stage == CHECK_STAGE else ""
         _say(
-            f"{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)},"
-            f" {progress.rate_bytes_per_second / 1e9:.2f} GB/s{left},"
+            f"{checked}{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}, {pace_text(progress)},"
             f" file {progress.num_done_units} of {progress.num_units} done: {progress.current_unit}"
         )
 
@@ -51,7 +57,10 @@ class PlainProgress:
 
 
 class BarProgress:
-    """A rich bar with rate, time left and the current file."""
+    """A rich bar with rate, time left and the current file.
+
+    Rich would count an earlier run's bytes as this second's, so that the pace is the job's own.
+    """
 
     def __init__(self, bar: Any, task: Any) -> None:
         self._bar = bar
@@ -62,11 +71,13 @@ class BarProgress:
             self._task,
             total=progress.total_bytes,
             completed=progress.done_bytes,
-            description=f"{progress.num_done_units}/{progress.num_units} {progress.current_unit}",
+            description=f"{'check ' if progress.stage == CHECK_STAGE else ''}"
+            f"{progress.num_done_units}/{progress.num_units} {progress.current_unit}",
+            pace=pace_text(progress),
         )
 
     def download(self, stage: str, file: str, done: int, total: int) -> None:
-        self._bar.update(self._task, total=total, completed=done, description=f"{stage} {file}")
+        self._bar.update(self._task, total=total, completed=done, description=f"{stage} {file}", pace="")
 
 
 @contextmanager
@@ -75,7 +86,7 @@ def progress_display(*, quiet: bool) -> Iterator[Any]:
     if quiet or not sys.stderr.isatty():
         yield PlainProgress()
         return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn
     from rich.progress import Progress as RichProgress
 
     from memopt.cli.tables import make_console
@@ -84,42 +95,37 @@ def progress_display(*, quiet: bool) -> Iterator[Any]:
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=False),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[pace]}"),
     )
     with RichProgress(*columns, console=make_console(stderr=True)) as bar:
-        yield BarProgress(bar, bar.add_task("reading headers", total=None))
+        yield BarProgress(bar, bar.add_task("reading headers", total=None, pace=""))
+
+
+def error_text(figures: ErrorSummary) -> str:
+    """A role's error figures in words."""
+    is_known = figures.relative_mse < LARGEST_FIGURE
+    relative = f"{figures.relative_mse:.5f}" if is_known else "unknown (its sums overflowed)"
+    return f"relative MSE {relative}, largest {figures.max_error:.4g}, clipped {figures.clipped_share:.2%}"
 
 
 def report(command: str, result: RunResult, next_step: str, *, as_json: bool) -> None:
     """Say what was made, where, how big, and what to do next."""
     if as_json:
-        fields = asdict(result) | {"out": str(result.out)}
-        fields["errors_by_role"] = {
-            role: {
-                "relative_mse": figures.relative_mse,
-                "max_error": figures.max_error,
-                "clipped_share": figures.clipped_share,
-            }
-            for role, figures in result.errors_by_role.items()
-        }
-        print_verdict(command, fields)
+        print_verdict(command, asdict(result) | {"out": str(result.out)})
         return
     if result.was_complete:
         click.echo(f"{result.out} is complete already: {size_text(result.total_size_bytes)}; nothing was done")
     else:
         resumed = f", {result.num_resumed_units} of them from an interrupted run" if result.num_resumed_units else ""
-        rate = result.input_size_bytes / 1e9 / max(result.seconds, 1e-9)
+        own_size_bytes = result.input_size_bytes - result.resumed_size_bytes
+        rate = own_size_bytes / 1e9 / max(result.seconds, 1e-9)
         click.echo(f"made        {result.out}: {result.num_units} weight files{resumed}")
         click.echo(
             f"size        {size_text(result.input_size_bytes)} -> {size_text(result.weights_size_bytes)} of weights"
         )
         click.echo(f"time        {duration_text(result.seconds)}, {rate:.2f} GB/s of source")
         for role, figures in result.errors_by_role.items():
-            click.echo(
-                f"error       {role}: relative MSE {figures.relative_mse:.5f}, largest {figures.max_error:.4g},"
-                f" clipped {figures.clipped_share:.2%}"
-            )
+            click.echo(f"error       {role}: {error_text(figures)}")
     if result.root_digest is not None:
         click.echo(f"signed      root digest {result.root_digest}")
     click.echo(f"next        {next_step}")

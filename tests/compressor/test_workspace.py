@@ -11,7 +11,7 @@ from faults.small_source import OPTIONS, compress, make_small_source
 from faults.trees import tree
 
 import memopt
-from memopt.compressor.checkpoint.reader import FileStamp
+from memopt.compressor.checkpoint.file_stamp import FileStamp
 from memopt.compressor.fingerprint import plan_fingerprint
 from memopt.compressor.workspace import (
     FINISHED_FOLDER,

@@ -19,6 +19,7 @@ from memopt.compressor.checkpoint.hub import (
     verify_unchanged,
 )
 from memopt.errors import (
+    DiskFullError,
     MissingFileError,
     NetworkError,
     SourceChangedError,
@@ -34,7 +35,6 @@ REFERENCE = HubReference("zai-org/tiny", "main")
 QUICK = RetryPolicy(attempts=3, first_wait_s=0.01, longest_wait_s=0.02)
 SHARDS = {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
 SMALL = {
-    "README.md",
     "config.json",
     "generation_config.json",
     "model.safetensors.index.json",
@@ -57,7 +57,15 @@ def source(tmp_path: Path) -> Path:
     """The example checkpoint beside files that memopt must leave alone."""
     folder = tmp_path / "source"
     shutil.copytree(TINY, folder)
-    for name in ("modeling_glm.py", "pytorch_model.bin", "training.pt", "logo.png", "other.safetensors", "x.pkl"):
+    for name in (
+        "modeling_glm.py",
+        "README.md",
+        "pytorch_model.bin",
+        "training.pt",
+        "logo.png",
+        "other.safetensors",
+        "x.pkl",
+    ):
         (folder / name).write_bytes(b"not wanted: " + name.encode())
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "LICENSE").write_text("MIT")
@@ -113,12 +121,34 @@ def test_the_cache_is_shared_with_huggingface_hub(
     assert Path(ours) == snapshot.folder / shard
 
 
-def test_the_caller_chooses_the_metadata_but_never_code(hub: HubServer, source: Path, tmp_path: Path) -> None:
+def test_code_comes_only_when_it_is_allowed(hub: HubServer, source: Path, tmp_path: Path) -> None:
     hub.add(REFERENCE.repo_id, source)
-    snapshot = download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", wanted_metadata=lambda _: True, retry=QUICK)
-    assert {file.path for file in snapshot.files} == SHARDS | SMALL | {"chat_template.jinja", "LICENSE"}
-    snapshot = download_snapshot(REFERENCE, cache_dir=tmp_path / "other", wanted_metadata=lambda _: False, retry=QUICK)
-    assert {file.path for file in snapshot.files} == SHARDS | {"config.json", "model.safetensors.index.json"}
+    snapshot = download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", allow_code=True, retry=QUICK)
+    wanted = SHARDS | SMALL | {"chat_template.jinja", "LICENSE", "modeling_glm.py"}
+    assert {file.path for file in snapshot.files} == wanted
+    assert (snapshot.folder / "modeling_glm.py").read_bytes() == (source / "modeling_glm.py").read_bytes()
+
+
+def test_a_listing_that_was_resolved_before_is_not_asked_for_again(
+    hub: HubServer, source: Path, tmp_path: Path
+) -> None:
+    commit = hub.add(REFERENCE.repo_id, source)
+    listing = resolve(REFERENCE, retry=QUICK)
+    (source / "LICENSE").write_text("other")
+    newer = tmp_path / "newer"
+    shutil.copytree(source, newer)
+    (source / "LICENSE").write_text("MIT")
+    assert hub.add(REFERENCE.repo_id, newer) != commit
+    snapshot = download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", listing=listing, retry=QUICK)
+    assert snapshot.commit == commit
+    assert (snapshot.folder / "LICENSE").read_text() == "MIT"
+
+
+def test_space_for_the_release_is_kept_free(hub: HubServer, source: Path, tmp_path: Path) -> None:
+    hub.add(REFERENCE.repo_id, source)
+    with pytest.raises(DiskFullError, match=f"{2**60:,} to write for the release"):
+        download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", keep_free_bytes=2**60, retry=QUICK)
+    assert hub.requested_files() == set()
 
 
 def test_a_checkpoint_of_one_file(hub: HubServer, tmp_path: Path) -> None:
@@ -181,12 +211,15 @@ def test_verify_unchanged_notices_every_change(hub: HubServer, source: Path, tmp
     with pytest.raises(SourceChangedError, match=min(SHARDS)):
         verify_unchanged(snapshot)
     shard.write_bytes(raw)
+    # The time of modification can be set back, that of the last change cannot.
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
-    verify_unchanged(snapshot)
+    with pytest.raises(SourceChangedError, match=min(SHARDS)):
+        verify_unchanged(snapshot)
+    snapshot = download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", retry=QUICK)
     twin = shard.with_name("twin")
     shutil.copy2(shard, twin)
     twin.replace(shard)
-    with pytest.raises(SourceChangedError, match="inode"):
+    with pytest.raises(SourceChangedError, match="changed after it was verified"):
         verify_unchanged(snapshot)
     shard.unlink()
     with pytest.raises(SourceChangedError, match="removed"):
@@ -202,10 +235,10 @@ def test_offline_uses_the_cache_alone(
     hub.log.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     offline = download_snapshot(REFERENCE, cache_dir=cache, retry=QUICK)
-    assert (offline.commit, offline.folder, offline.stamps) == (online.commit, online.folder, online.stamps)
+    assert (offline.commit, offline.folder, offline.verified) == (online.commit, online.folder, online.verified)
     assert [file.path for file in offline.files] == [file.path for file in online.files]
     by_commit = download_snapshot(HubReference(REFERENCE.repo_id, online.commit), cache_dir=cache, retry=QUICK)
-    assert by_commit.stamps == online.stamps
+    assert by_commit.verified == online.verified
     with pytest.raises(NetworkError, match="HF_HUB_OFFLINE"):
         download_snapshot(HubReference(REFERENCE.repo_id, "v2"), cache_dir=cache)
     shard = (online.folder / min(SHARDS)).resolve()

@@ -59,7 +59,7 @@ def test_headers_parse_and_little_is_sent(hub: HubServer, tmp_path: Path) -> Non
         assert hub.sent_bytes(name) == header.data_start
     for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
         assert (snapshot.folder / name).read_bytes() == (TINY / name).read_bytes()
-    assert {stamp.path.name for stamp in snapshot.stamps}.isdisjoint(SHARDS)
+    assert {file.path.name for file in snapshot.verified}.isdisjoint(SHARDS)
     verify_unchanged(snapshot)
 
 

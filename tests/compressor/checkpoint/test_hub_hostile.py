@@ -100,8 +100,11 @@ def test_listed_files_that_cannot_be_needed_are_passed_over(hub: HubServer, sour
     hub.add(REPO, source)
     names = ["figures/a.png", "sub/config.json", "a\\b", "a\nb", "C:x"]
     hub.faults.extra_listed = [{"rfilename": name, "size": 1, "blobId": BLOB} for name in names]
-    snapshot = download_snapshot(REFERENCE, cache_dir=cache, wanted_metadata=lambda _: True, retry=QUICK)
-    assert {file.path for file in snapshot.files} == {path.name for path in source.iterdir()}
+    snapshot = download_snapshot(REFERENCE, cache_dir=cache, allow_code=True, retry=QUICK)
+    assert {file.path for file in snapshot.files} == {path.name for path in source.iterdir()} - {"README.md"}
+    assert {file.name for file in snapshot.listing.top if file.size_bytes is None} == {
+        "figures/", "sub/", "a\\b", "a\nb", "C:x",
+    }  # fmt: skip
 
 
 def test_a_listing_that_is_no_listing() -> None:
