@@ -7,7 +7,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 DEMO_SOURCE := examples/tiny-glm5-fp8
 DEMO_OUTPUT := demo-output/tiny-glm5-int4
 
-.PHONY: demo test test-all lint types bench bench-memory bench-quality test-vllm clean
+# `make bench` needs about 14 GiB in BENCH_FOLDER (the temporary folder unless it is set) for its 8 GiB checkpoint.
+BENCH_GIB ?= 1
+BENCH_RUNS ?= 3
+BENCH_WORKERS ?= 1 2
+BENCH_MEMORY_GIB ?= 1 8
+BENCH_FOLDER ?=
+BENCH_PLACE = $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER))
+
+.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality test-vllm clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -54,14 +62,23 @@ types: $(VENV)/.test
 	$(PIP) --no-deps --target build/typed .
 	cd build/typed && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p memopt
 
+# Everything that docs/benchmarks.md tells of, but perplexity (bench-quality), in one run: speed, memory, scale search.
 bench: $(VENV)/.test
-	$(BIN)/python benchmarks/compress.py
+	@$(MAKE) --no-print-directory bench-speed
+	@$(MAKE) --no-print-directory bench-memory
+	@$(MAKE) --no-print-directory bench-search
+	@echo "perplexity and KL on text that the model never saw: make bench-quality"
+
+bench-speed: $(VENV)/.test
+	$(BIN)/python benchmarks/compress.py --gib $(BENCH_GIB) --runs $(BENCH_RUNS) --workers $(BENCH_WORKERS) $(BENCH_PLACE)
 
 bench-memory: $(VENV)/.test
-	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/memory.py --gib $(BENCH_MEMORY_GIB) --many $(BENCH_PLACE)
+
+bench-search: $(VENV)/.test
+	$(BIN)/python benchmarks/scale_search.py
 
 bench-quality: $(VENV)/.test
-	$(BIN)/python benchmarks/scale_search.py
 	$(BIN)/python benchmarks/perplexity.py
 
 # Optional: vLLM's CPU build, in a virtual environment of its own (gigabytes).

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -147,7 +148,7 @@ def contenders(source: Path, work: Path, size_bytes: int, workers: list[int]) ->
             found.append(
                 Contender(
                     f"memopt {scale}, {count} workers",
-                    lambda scale=scale, count=count: run_memopt(source, work / "out", scale, count),  # type: ignore[misc]
+                    partial(run_memopt, source, work / "out", scale, count),
                     size_bytes,
                 )
             )

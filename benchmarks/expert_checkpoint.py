@@ -1,4 +1,4 @@
-"""Checkpoints for benchmarks: true-shape GLM-5.2 experts (6144 x 2048), as large as wanted; or very many tiny tensors."""
+"""Checkpoints for benchmarks: experts of GLM-5.2's shape (6144 x 2048), as large as wanted; or very many tensors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def _contents(tensor: TensorHeader, table: np.ndarray, generator: np.random.Gene
     if tensor.dtype == "F8_E4M3":
         shift = int(generator.integers(0, TABLE_BYTES))
         count = tensor.size_bytes
-        return np.take(table, range(shift, shift + count), mode="wrap").tobytes()
+        repeats = -(-(shift + count) // TABLE_BYTES)
+        return (table if repeats == 1 else np.tile(table, repeats))[shift : shift + count].tobytes()
     if tensor.dtype == "F32":
         return (generator.random(tensor.size_bytes // 4, dtype=np.float32) * 1e-4 + 1e-4).tobytes()
     return bytes(tensor.size_bytes)

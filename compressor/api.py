@@ -118,7 +118,8 @@ def compress(
     from memopt.manifests.sign import sign_release
 
     try:
-        return replace(result, root_digest=sign_release(out, signers, sign_options).root_digest)
+        signed = sign_release(out, signers, sign_options)
+        return replace(result, root_digest=signed.root_digest, sign_notes=signed.notes)
     except KeyboardInterrupt:
         raise InterruptedRunError(
             f"stopped while {out} was signed: the release is finished, its signature is not",

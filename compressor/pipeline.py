@@ -43,7 +43,7 @@ class RunResult:
     """What a run made. Sizes in bytes; `num_resumed_units` were finished by an earlier run.
 
     `input_size_bytes`: source bytes behind the whole release; an earlier run read `resumed_size_bytes` of them.
-    `root_digest`: hex, of the signed release; None if it was not signed.
+    `root_digest`: hex, of the signed release; None if it was not signed. `sign_notes`: what its verifiers must allow.
     """
 
     out: Path
@@ -57,6 +57,7 @@ class RunResult:
     seconds: float
     was_complete: bool
     root_digest: str | None = None
+    sign_notes: tuple[str, ...] = ()
 
 
 class _CancelledError(Exception):

@@ -14,6 +14,8 @@ from memopt.manifests.workers import BUFFER_SIZE_BYTES, run_workers
 
 # (name, bytes that were read just now)
 AdvanceCallback = Callable[[str, int], None]
+# (bytes, where they lie in the file)
+WatchCallback = Callable[[memoryview, int], None]
 
 
 def read_into(descriptor: int, memory: memoryview, offset: int, file: str) -> None:
@@ -60,10 +62,11 @@ def hash_file(
     file: str = "",
     buffer: memoryview | None = None,
     advance: Callable[[int], None] | None = None,
+    watch: WatchCallback | None = None,
 ) -> FileDigest:
     """SHA-256 of the whole and of each 4 MiB chunk of an open file, from one read of exactly `size_bytes`.
 
-    `buffer`: reused memory of at most one chunk. Raises MemoptIOError, ContentError if the file is shorter.
+    `buffer`: reused memory of at most one chunk. `watch` sees every piece, in order, and may raise. Raises MemoptIOError, ContentError if the file is shorter.
     """
     memory = memoryview(bytearray(BUFFER_SIZE_BYTES)) if buffer is None else buffer
     whole = hashlib.sha256()
@@ -76,6 +79,8 @@ def hash_file(
             piece = memory[: min(memory.nbytes, end - offset)]
             read_into(descriptor, piece, offset, file)
             whole.update(piece)
+            if watch is not None:
+                watch(piece, offset)
             if chunk is not None:
                 chunk.update(piece)
             if advance is not None:
@@ -85,9 +90,15 @@ def hash_file(
 
 
 def hash_files(
-    root_fd: int, sizes: Mapping[str, int], jobs: int, advance: AdvanceCallback | None = None
+    root_fd: int,
+    sizes: Mapping[str, int],
+    jobs: int,
+    advance: AdvanceCallback | None = None,
+    watch: Mapping[str, WatchCallback] | None = None,
 ) -> dict[str, FileDigest]:
     """The digest of every file below `root_fd` (name -> size in bytes), one file a thread, largest first.
+
+    `watch`: for some names, what sees their bytes.
 
     Raises ContentError for a file that has another size or is written to meanwhile, MemoptIOError, LayoutError.
     """
@@ -106,9 +117,12 @@ def hash_files(
                 raise LayoutError("is not a regular file", file=name)
             if before.st_size != sizes[name]:
                 raise ContentError(f"has {before.st_size:,} bytes, {sizes[name]:,} a moment ago", file=name)
-            digest = hash_file(descriptor, before.st_size, file=name, buffer=buffer, advance=advance_file)
+            watcher = None if watch is None else watch.get(name)
+            digest = hash_file(
+                descriptor, before.st_size, file=name, buffer=buffer, advance=advance_file, watch=watcher
+            )
             after = os.fstat(descriptor)
-            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            if (after.st_size, after.st_ctime_ns) != (before.st_size, before.st_ctime_ns):
                 raise ContentError("was changed while it was hashed", file=name, remedy="wait for its writer to end")
         finally:
             os.close(descriptor)

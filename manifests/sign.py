@@ -29,9 +29,9 @@ from memopt.manifests.file_names import (
     is_signature_name,
 )
 from memopt.manifests.file_roles import LEDGER_NAME, is_weights, ranks_of, role_of
-from memopt.manifests.hashing import hash_files
+from memopt.manifests.hashing import WatchCallback, hash_files
 from memopt.manifests.keys import verify
-from memopt.manifests.ledger_check import check_ledger
+from memopt.manifests.ledger_check import check_ledger, ledger_outputs
 from memopt.manifests.manifest import Manifest, ManifestFile, parse_manifest, render_manifest
 from memopt.manifests.release_description import (
     RELEASE_NAME,
@@ -43,6 +43,7 @@ from memopt.manifests.release_description import (
 from memopt.manifests.signed_files import PlainFiles
 from memopt.manifests.signer import Signer
 from memopt.manifests.statement import GIT_PATHS, Resource, parse_statement, render_statement
+from memopt.manifests.tensor_digests import TensorDigests, TensorSpan
 from memopt.manifests.tree import open_root, scan_tree
 from memopt.manifests.weights_check import check_weights
 from memopt.manifests.workers import default_jobs
@@ -112,7 +113,7 @@ def sign_release(
             raise UsageError("the release has no name", remedy="give an identity")
         previous, previous_digest = (None, None) if options.previous is None else read_previous(options.previous)
         counter = next_counter(options.counter, identity, previous)
-        digests = _hash(root_fd, sizes, jobs, progress)
+        digests = _hash(root_fd, sizes, jobs, progress, _ledger_watch(root_fd, sizes))
         _check_ledger_digest(description, digests)
         chunks = render_chunks((name, digest.leaves) for name, digest in digests.items())
         digests[CHUNKS_NAME] = digest_of(chunks)
@@ -224,12 +225,34 @@ def _check_parts(root_fd: int, sizes: Mapping[str, int], jobs: int) -> tuple[Rel
     if description.ledger_sha256 is not None and LEDGER_NAME not in sizes:
         raise LayoutError("is missing: release.json names it", file=LEDGER_NAME, remedy="compress again")
     code = check_code(sizes, source, sizes, allow_code=False)
-    notes = tuple(f"{error.file} {error.message}: verifiers need allow_code in their policy" for error in code)
+    notes = tuple(f"{error.file} is or names code: verifiers need allow_code in their policy" for error in code)
     return description, notes
 
 
+def _ledger_watch(root_fd: int, sizes: Mapping[str, int]) -> dict[str, WatchCallback]:
+    """For each weight file of the ledger, the comparison of its tensors' bytes: a false ledger is not signed."""
+    if LEDGER_NAME not in sizes:
+        return {}
+    source = PlainFiles(root_fd)
+    spans: dict[str, list[TensorSpan]] = {}
+    data_starts: dict[str, int] = {}
+    for output in ledger_outputs(source.lines(LEDGER_NAME)):
+        if output.file not in data_starts:
+            data_starts[output.file] = source.header(output.file).data_start
+        start = data_starts[output.file]
+        tensor = output.tensor
+        spans.setdefault(output.file, []).append(
+            TensorSpan(tensor.name, start + tensor.start, start + tensor.end, output.sha256)
+        )
+    return {file: TensorDigests(file, found).update for file, found in spans.items()}
+
+
 def _hash(
-    root_fd: int, sizes: Mapping[str, int], jobs: int, progress: ProgressCallback | None
+    root_fd: int,
+    sizes: Mapping[str, int],
+    jobs: int,
+    progress: ProgressCallback | None,
+    watch: Mapping[str, WatchCallback],
 ) -> dict[str, FileDigest]:
     total = sum(sizes.values())
     done = 0
@@ -240,7 +263,7 @@ def _hash(
         if progress is not None:
             progress(done, total, name)
 
-    return hash_files(root_fd, sizes, jobs, advance)
+    return hash_files(root_fd, sizes, jobs, advance, watch)
 
 
 def _check_ledger_digest(description: ReleaseDescription, digests: Mapping[str, FileDigest]) -> None:

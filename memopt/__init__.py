@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from memopt.compressor.publish import PushOptions, PushResult, push_release
     from memopt.compressor.recipe import Recipe, load_recipe
     from memopt.manifests.release import Release, open_release
-    from memopt.manifests.stage import stage
     from memopt.manifests.sign import SignOptions, SignResult, sign_release
+    from memopt.manifests.stage import stage
     from memopt.manifests.verdict import Verdict
     from memopt.manifests.verify import VerifyOptions, verify_release
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memopt.compressor.checkpoint.disk_errors import disk_errors
+from memopt.compressor.checkpoint.disk_errors import RUN_AGAIN, disk_errors
 from memopt.compressor.checkpoint.file_stamp import FileStamp
 from memopt.compressor.checkpoint.hub_answers import Target
 from memopt.compressor.checkpoint.hub_batch import ProgressMeter, run_batch
 from memopt.compressor.checkpoint.hub_cache import HubCache, check_file, verify_stamp
 from memopt.compressor.checkpoint.hub_headers import download_headers
 from memopt.compressor.checkpoint.hub_http import HubClient, RetryPolicy
-from memopt.compressor.checkpoint.hub_listing import metadata_files, resolve, weight_files
+from memopt.compressor.checkpoint.hub_listing import metadata_files, render_listing, resolve, weight_files
 from memopt.compressor.checkpoint.hub_types import (
     HubFile,
     HubListing,
@@ -81,6 +81,7 @@ def download_snapshot(
     verified += fetch.run(weights)
     if not listing.from_cache:
         cache.record_revision(reference, listing.commit)
+        cache.save_listing(listing.commit, render_listing(listing))
     return HubSnapshot(listing, folder, metadata + weights, verified)
 
 
@@ -127,7 +128,11 @@ class _Fetch:
         blob = self._cache.blob(file)
         if not blob.exists():
             if self._client is None:
-                raise MissingFileError(f"{where}: the cache lost {file.path}", remedy="unset HF_HUB_OFFLINE")
+                commit = self._listing.commit
+                raise MissingFileError(
+                    f"{where}: {file.path} of commit {commit} is not in the cache, and HF_HUB_OFFLINE is set",
+                    remedy=f"unset HF_HUB_OFFLINE and {RUN_AGAIN}",
+                )
             with disk_errors(f"{where}: cannot store {file.path}"), self._cache.locked(file):
                 # Another process may have finished it while this one waited for the lock.
                 if not blob.exists():

@@ -84,10 +84,16 @@ class HubCache:
             return
         path = self.root / "refs" / reference.revision
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new = path.with_name(f".{uuid.uuid4().hex}.tmp")
-            new.write_text(commit)
-            new.replace(path)
+            _write(path, commit.encode())
+
+    def listing(self, commit: str) -> Path:
+        """Where memopt keeps what the Hub said of a commit: the snapshot alone may lack files, or hold others'."""
+        return self.root / ".memopt" / f"{commit}.json"
+
+    def save_listing(self, commit: str, raw: bytes) -> None:
+        """Remember a listing for offline mode. A cache that cannot be written is no error."""
+        with suppress(OSError):
+            _write(self.listing(commit), raw)
 
     def shares_disk_with(self, folder: Path) -> bool:
         """Whether what is written to `folder` takes its space from this cache; neither need exist yet."""
@@ -143,6 +149,13 @@ def check_file(path: Path, file: HubFile, where: str, tick: Callable[[int], None
             remedy="the local copy was removed: run the same command again to fetch it anew",
         )
     return FileStamp.of(after)
+
+
+def _write(path: Path, raw: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    new.write_bytes(raw)
+    new.replace(path)
 
 
 def _device(path: Path) -> int:

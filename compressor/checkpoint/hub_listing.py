@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memopt.compressor.checkpoint.disk_errors import RUN_AGAIN
-from memopt.compressor.checkpoint.hub_cache import cached_listing
+from memopt.compressor.checkpoint.hub_cache import HubCache, cached_listing
 from memopt.compressor.checkpoint.hub_http import HubClient, RetryPolicy, is_offline
 from memopt.compressor.checkpoint.hub_types import HubFile, HubListing, HubReference
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME
@@ -82,14 +84,34 @@ def parse_listing(raw: bytes, reference: HubReference, *, every_file: bool = Fal
 
 
 def resolve(reference: HubReference, *, cache_dir: Path | None = None, retry: RetryPolicy | None = None) -> HubListing:
-    """The commit that `reference` means now and its files, by one request; in offline mode, what the cache holds.
+    """The commit that `reference` means now and its files, by one request.
+
+    In offline mode: what an earlier call was told of the commit in the cache, else what the cache holds of it.
 
     Raises UsageError (no such repository or revision, no access), NetworkError, MalformedError, SourceChangedError.
     """
     if is_offline():
-        return cached_listing(reference, cache_dir)
+        return _saved_listing(cached_listing(reference, cache_dir), HubCache.of(reference, cache_dir))
     client = HubClient.from_environment(retry or RetryPolicy())
     return parse_listing(client.fetch_listing(reference, MAX_LISTING_SIZE_BYTES), reference)
+
+
+def _saved_listing(found: HubListing, cache: HubCache) -> HubListing:
+    path = cache.listing(found.commit)
+    if not path.exists():
+        return found
+    raw = read_capped(path, MAX_LISTING_SIZE_BYTES, MalformedError)
+    listing = parse_listing(raw, replace(found.reference, revision=found.commit))
+    return replace(listing, reference=found.reference, from_cache=True)
+
+
+def render_listing(listing: HubListing) -> bytes:
+    """The listing in the Hub's JSON: `parse_listing` gives it back."""
+    siblings: list[dict[str, Any]] = [{"rfilename": path} for path in listing.passed_over]
+    for file in listing.files:
+        lfs = {"sha256": file.sha256, "size": file.size_bytes} if file.sha256 is not None else None
+        siblings.append({"rfilename": file.path, "size": file.size_bytes, "blobId": file.blob_id, "lfs": lfs})
+    return json.dumps({"sha": listing.commit, "siblings": siblings}).encode()
 
 
 def metadata_files(listing: HubListing, *, allow_code: bool) -> tuple[HubFile, ...]:

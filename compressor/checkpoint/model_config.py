@@ -46,7 +46,7 @@ def parse_config(raw_bytes: bytes, file: str = CONFIG_NAME) -> ModelConfig:
     text_path = (TEXT_KEY,) if isinstance(nested, dict) else ()
     text_table: dict[str, Any] = nested if isinstance(nested, dict) else raw
     blocks = (table.get(key) for key in QUANTIZATION_KEYS for table in (text_table, raw))
-    quantization = next((block for block in blocks if block), None)
+    quantization = next((block for block in blocks if block is not None and block != {}), None)
     if quantization is not None and not isinstance(quantization, dict):
         raise ConfigError(f"{QUANTIZATION_KEY} must be a table", file=file)
     return ModelConfig(raw, raw_bytes, model_type, text_table, text_path, quantization)

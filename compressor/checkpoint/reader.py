@@ -10,7 +10,7 @@ from types import TracebackType
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.disk_errors import read_error
-from memopt.compressor.checkpoint.file_stamp import FileStamp as FileStamp
+from memopt.compressor.checkpoint.file_stamp import FileStamp
 from memopt.errors import LayoutError, SourceChangedError, TruncatedError
 from memopt.manifests.open_file import read_exactly
 from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES

@@ -128,4 +128,6 @@ def report(command: str, result: RunResult, next_step: str, *, as_json: bool) ->
             click.echo(f"error       {role}: {error_text(figures)}")
     if result.root_digest is not None:
         click.echo(f"signed      root digest {result.root_digest}")
+    for note in result.sign_notes:
+        click.echo(f"note        {note}")
     click.echo(f"next        {next_step}")

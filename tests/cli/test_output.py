@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,7 +18,7 @@ from tiny_checkpoints import TINY_GLM5
 
 from cli.invoke import command, invoke, run_command
 from memopt.cli.main import cli
-from memopt.cli.output import duration_text, one_line, parse_size, size_text
+from memopt.cli.output import duration_text, one_line, parse_size, refusals, size_text
 from memopt.errors import ExitCode
 from memopt.version import __version__
 
@@ -65,6 +66,19 @@ def test_durations(seconds: float, text: str) -> None:
 def test_a_line_is_one_line_whatever_is_in_it(text: str) -> None:
     assert one_line(text).isprintable()
     assert len(one_line(text).splitlines()) <= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_claims_nothing_about_what_was_written(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, refusals("pull", as_json=False):
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+    told = capsys.readouterr().err
+    assert told.startswith("memopt pull: MEMOPT_INTERRUPTED: stopped before it was done")
+    assert "nothing" not in told
+    assert "anything" not in told
 
 
 def test_a_plain_line_stays_as_it_is() -> None:

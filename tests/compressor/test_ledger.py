@@ -16,6 +16,7 @@ from memopt.compressor.ledger import (
     SMALLEST_FIGURE,
     UNKNOWN_DIGEST,
     ErrorFigures,
+    ErrorSummary,
     TensorResult,
     figure,
     fixed_width,
@@ -25,7 +26,7 @@ from memopt.compressor.ledger import (
 from memopt.compressor.plan import Plan
 from memopt.compressor.tensor_plan import Fate
 
-FIGURES = st.floats(0, allow_nan=False, allow_infinity=True)
+FIGURES = st.just(math.nan) | st.floats(0, allow_infinity=True)
 
 
 @given(value=FIGURES | st.floats(1e-99, 1e-97) | st.floats(9.8e98, 1.1e99))
@@ -34,6 +35,7 @@ def test_every_figure_is_twelve_characters_of_json(value: float) -> None:
     text = fixed_width(value)
     assert len(text) == 12
     assert math.isclose(json.loads(text), figure(value), rel_tol=1e-6)
+    assert fixed_width(json.loads(text)) == text, "what is read from a ledger is written as the same text again"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,8 @@ def test_every_figure_is_twelve_characters_of_json(value: float) -> None:
         (SMALLEST_FIGURE, "1.000000e-98"),
         (LARGEST_FIGURE, "9.900000e+98"),
         (math.inf, "9.900000e+98"),
+        (math.nan, "9.900000e+98"),
+        (-1.0, "0.000000e+00"),
     ],
 )
 def test_golden_figures(value: float, text: str) -> None:
@@ -81,9 +85,11 @@ def test_a_plan_and_its_lines() -> None:
     assert row["error"] == {"relative_mse": 0.0, "max_error": 0.0, "clipped_share": 0.0}
 
 
-def placed_lines(plan: Plan, result: TensorResult | None) -> list[bytes]:
+def placed_lines(plan: Plan, result: TensorResult, outputs: dict[str, str]) -> list[bytes]:
     return [
-        ledger_line(ledger_row(tensor, unit.file_name, {header.name: header for header in unit.layout}, result))
+        ledger_line(
+            ledger_row(tensor, unit.file_name, {header.name: header for header in unit.layout}, result, outputs)
+        )
         for unit in plan.units
         for tensor in unit.tensors
     ]
@@ -97,8 +103,8 @@ ERRORS = st.builds(ErrorFigures, FIGURES, FIGURES, FIGURES, st.integers(0, 2**40
 @settings(max_examples=30, deadline=None)
 def test_results_do_not_change_a_lines_width(errors: ErrorFigures, digest: bytes) -> None:
     names = {part.name for tensor in PLAN.tensors for part in (*tensor.source.parts, *tensor.outputs)}
-    result = TensorResult(dict.fromkeys(names, digest.hex()), dict.fromkeys(names, digest.hex()), errors)
-    blank, filled = PLAN.blank_ledger(), placed_lines(PLAN, result)
+    digests = dict.fromkeys(names, digest.hex())
+    blank, filled = PLAN.blank_ledger(), placed_lines(PLAN, TensorResult(digests, errors), digests)
     assert [len(line) for line in blank] == [len(line) for line in filled]
     assert sum(map(len, filled)) == PLAN.ledger_size_bytes()
     for line in filled:
@@ -130,16 +136,30 @@ def test_it_balances(name: str, by: str) -> None:
 @settings(max_examples=50, deadline=None)
 def test_figures_add_up(first: ErrorFigures, second: ErrorFigures) -> None:
     both = first + second
-    assert both.sq_error == first.sq_error + second.sq_error
-    assert both.max_error == max(first.max_error, second.max_error)
+    assert repr(both.sq_error) == repr(first.sq_error + second.sq_error)
+    assert repr(both.max_error) == repr(max(first.max_error, second.max_error))
     assert both.num_weights == first.num_weights + second.num_weights
-    assert first + ErrorFigures() == first
+    assert repr(first + ErrorFigures()) == repr(first)
 
 
 def test_golden_shares() -> None:
     errors = ErrorFigures(sq_error=2.0, energy=8.0, max_error=0.5, num_clipped=3, num_weights=12)
     assert (errors.relative_mse, errors.clipped_share) == (0.25, 0.25)
     assert (ErrorFigures().relative_mse, ErrorFigures().clipped_share) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("sq_error", "energy"), [(math.inf, math.inf), (1.0, math.inf), (math.nan, 1.0)])
+def test_overflowed_sums_are_not_small_errors(sq_error: float, energy: float) -> None:
+    errors = ErrorFigures(sq_error, energy, 1.0, 0, 1)
+    assert errors.relative_mse == math.inf
+    assert errors.summary() == ErrorSummary(LARGEST_FIGURE, 1.0, 0.0)
+
+
+def test_the_ledgers_size_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(tiny("glm-5.2-fp8"), "glm-5.2-int4")
+    size = plan.ledger_size_bytes()
+    monkeypatch.setattr(type(plan), "blank_ledger", None)
+    assert plan.ledger_size_bytes() == size
 
 
 def test_names_beyond_ascii_are_counted_in_bytes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from tiny_checkpoints import NAMES, tiny_config
 from tiny_plans import INT4_EXPERTS, checkpoint_of, plan_of, recipe, tiny, with_tensor
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint
+from memopt.compressor.checkpoint.model_config import parse_config
 from memopt.compressor.checkpoint.source_tensor import scan_source
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.text_config import parse_text_config
@@ -83,20 +86,31 @@ def test_experts_of_a_layer_share_one_scheme() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "word"),
+    ("role", "vllm", "sglang"),
     [
-        ("kv_b", "kv_b_proj.weight directly"),
-        ("router", "router is always unquantized"),
-        ("indexer", "indexer.wk"),
-        ("indexer_weights", "weights_proj"),
-        ("lm_head", "lm_head"),
-        ("mtp_projection", "eh_proj"),
+        ("kv_b", None, "kv_b_proj.weight directly"),
+        ("router", "router is always unquantized", "router is always unquantized"),
+        ("indexer", "fused BF16 wk_weights_proj", "wk is fused with weights_proj"),
+        ("indexer_weights", "weights_proj is always unquantized", "weights_proj is always unquantized"),
+        ("lm_head", "unless a target names it", "garbage"),
+        ("mtp_projection", "eh_proj is always unquantized", "eh_proj is always unquantized"),
     ],
 )
-def test_modules_that_engines_read_plain_are_never_int4(role: str, word: str) -> None:
+def test_modules_that_engines_read_plain_are_never_int4(role: str, vllm: str | None, sglang: str) -> None:
     notes = findings("glm-5.2-fp8", {"roles": [role], "format": INT4}, INT4_EXPERTS)
-    assert fired(notes) == {"never-int4": BOTH}
-    assert all(word in note.message for note in notes if note.severity == "error")
+    reasons = {"vllm": vllm, "sglang": sglang}
+    assert fired(notes) == {"never-int4": {engine for engine, reason in reasons.items() if reason}}
+    assert all((reasons[note.engine] or "?") in note.message for note in notes if note.severity == "error")
+
+
+def test_only_wk_of_the_indexer_must_stay_plain() -> None:
+    def rule(part: str) -> dict[str, Any]:
+        return {"names": [rf".*indexer\.{part}\.weight"], "format": INT4}
+
+    assert fired(findings("glm-5.2-fp8", rule("wq_b"), INT4_EXPERTS)) == {}
+    notes = [note for note in findings("glm-5.2-fp8", rule("wk"), INT4_EXPERTS) if note.severity == "error"]
+    assert {note.module.rpartition(".")[2] for note in notes} == {"wk"}
+    assert {note.engine for note in notes} == BOTH
 
 
 def test_the_mtp_head_is_never_int4() -> None:
@@ -154,9 +168,44 @@ def test_a_stale_fp8_block_over_int4_tensors() -> None:
     plans = plans_of(tiny("glm-5.2-fp8"), load_recipe("glm-5.2-int4"))
     stale = tiny_config("glm-5.2-fp8")["quantization_config"]
     notes = lint(plans, stale, ENGINES, is_config_rewritten=True)
-    assert fired(notes) == {"undeclared-format": set(ENGINES)}
+    assert fired(notes) == {"undeclared-format": set(ENGINES), "stale-format": set(ENGINES)}
     with refusal(LintError, "int4 group 32 is stored but config.json does not declare it"):
         raise_on_error(notes)
+
+
+FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("block", "form"),
+    [
+        (FP8_BLOCK, "FP8"),
+        (tiny_config("glm-4.7-fp8")["quantization_config"], "FP8"),
+        (tiny_config("kimi-k2.6-int4")["text_config"]["quantization_config"], "INT4"),
+        ({"quant_method": "awq"}, "awq"),
+    ],
+)
+def test_a_block_over_plain_tensors_is_stale_and_goes(block: dict[str, Any], form: str) -> None:
+    config = tiny_config("glm-5.2-fp8", quantization_config=None)
+    plain = checkpoint_of(config)
+    stale = replace(plain, config=parse_config(json.dumps(config | {"quantization_config": block}).encode()))
+    plans = plans_of(stale, load_recipe("copy"))
+    notes = lint(plans, block, ENGINES, is_config_rewritten=False)
+    assert fired(notes)["stale-format"] == set(ENGINES)
+    with refusal(LintError, "config.json", f"declares {form} weights but none is stored"):
+        raise_on_error(tuple(note for note in notes if note.rule == "stale-format"))
+    for by in ("copy", "dequantize", "glm-5.2-int4"):
+        plan = plan_of(stale, by)
+        assert plan.quantization == plan_of(plain, by).quantization
+        assert json.loads(plan.config_bytes) == json.loads(plan_of(plain, by).config_bytes)
+
+
+def test_one_format_of_two_that_are_declared() -> None:
+    mixed = plans_of(tiny("glm-5.2-fp8"), load_recipe("glm-5.2-int4-fp8"))
+    block = build_quantization_config(mixed)
+    assert fired(lint(mixed, block, ENGINES[:1], is_config_rewritten=True)) == {}
+    plain = plans_of(tiny("glm-5.2-fp8"), load_recipe("glm-5.2-int4"))
+    assert "stale-format" in fired(lint(plain, block, ENGINES[:1], is_config_rewritten=True))
 
 
 def test_fp8_that_nothing_declares() -> None:
@@ -238,7 +287,7 @@ def test_python_files_that_the_config_names_are_noted() -> None:
 
 
 def test_what_no_engine_of_the_recipe_reads_is_a_note() -> None:
-    rule = {"roles": ["kv_b"], "format": INT4}
+    rule = {"roles": ["router"], "format": INT4}
     plan = plan_of(tiny("glm-5.2-fp8"), recipe(rule, INT4_EXPERTS, engines=["transformers"]))
     never = [note for note in plan.notes if note.rule == "never-int4"]
     assert {note.engine for note in never} == BOTH
@@ -253,7 +302,7 @@ SHIPPED = {
     "glm-5.2-int4": ("glm-5.2-fp8",),
     "glm-5.2-int4-fp8": ("glm-5.2-fp8", "glm-5.1-fp8"),
     "kimi-k2-int4": ("kimi-k2-instruct-fp8", "deepseek-v3-fp8", "kimi-k2.6-int4"),
-    "kimi-k2.6": ("kimi-k2.6-int4", "kimi-k2-instruct-fp8"),
+    "kimi-k2.6": ("kimi-k2.6-int4",),
 }
 
 
@@ -278,4 +327,5 @@ def test_an_ignore_list_of_the_source_that_is_none_is_refused(ignore: Any) -> No
 def test_odd_groups_in_a_kept_block_do_no_harm(group: Any) -> None:
     groups = with_group()["config_groups"]
     assert fired(kept({"config_groups": groups | {"group_1": group}})) == {}
-    assert fired(kept({"config_groups": [group]})) == {}
+    # Groups that are no table declare nothing.
+    assert fired(kept({"config_groups": [group]})) == {"undeclared-format": set(ENGINES)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ import torch
 from faults.trees import ledger_rows
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_checkpoints import NAMES, make_checkpoint
+from tiny_checkpoints import (
+    NAMES,
+    make_checkpoint,
+    make_tensors,
+    tiny_config,
+    write_checkpoint,
+)
 
 import memopt
 from memopt.compressor.checkpoint.checkpoint import open_checkpoint
+from memopt.compressor.checkpoint.model_config import parse_config
+from memopt.compressor.checkpoint.skeleton import skeleton_checkpoint
+from memopt.compressor.ledger import LARGEST_FIGURE
 from memopt.compressor.pipeline import run_plan
 from memopt.compressor.progress import Progress
 from memopt.compressor.quantize.backend import CpuBackend
@@ -152,23 +162,41 @@ def test_release_json_says_what_was_done(tmp_path: Path) -> None:
     fates = Counter(row["fate"] for row in ledger_rows(out))
     assert release["totals"]["fates"] == dict(fates)
     errors = release["totals"]["error"]["routed_expert"]
-    assert errors["relative_mse"] == pytest.approx(result.errors_by_role["routed_expert"].relative_mse, rel=1e-6)
+    assert errors == asdict(result.errors_by_role["routed_expert"])
     assert 0 < errors["relative_mse"] < 0.02
     assert {file["name"] for file in release["source"]["files"]} == {path.name for path in source.glob("*.safetensors")}
 
 
 def test_a_size_that_differs_from_the_plan_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = make_checkpoint(tmp_path / "source", "glm-5.1-fp8"), tmp_path / "out"
-    from memopt.compressor import pipeline
+    from memopt.compressor import balance
 
     def longer(*arguments: Any, **options: Any) -> bytes:
         return render(*arguments, **options) + (b" " if "ledger_sha256" in options else b"")
 
-    render = pipeline.render_release
-    monkeypatch.setattr(pipeline, "render_release", longer)
+    render = balance.render_release
+    monkeypatch.setattr(balance, "render_release", longer)
     with pytest.raises(SizeMismatchError, match=r"has [\d,]+ bytes, the plan gave it") as caught:
         compress(source, out)
     assert (caught.value.file, int(caught.value.exit_code)) == ("release.json", 4)
+    assert "run the same command again" in caught.value.remedy
+
+
+def test_weights_whose_squares_overflow_make_a_release(tmp_path: Path) -> None:
+    """Legal, and every code is right; only the sums of squares leave float32, and must not break the widths."""
+    config = tiny_config("glm-5.2-fp8")
+    tensors = make_tensors(skeleton_checkpoint(parse_config(json.dumps(config).encode())))
+    name = "model.layers.1.mlp.experts.0.down_proj.weight"
+    tensors[f"{name}_scale_inv"] *= 1e24
+    source, out = write_checkpoint(tmp_path / "source", config, tensors), tmp_path / "out"
+    result = compress(source, out)
+    _check_balance(source, out)
+    (row,) = [row for row in ledger_rows(out) if row["tensor"] == name]
+    assert row["error"]["relative_mse"] == LARGEST_FIGURE == result.errors_by_role["routed_expert"].relative_mse
+    assert 1e19 < row["error"]["max_error"] < 1e30
+    others = [row for row in ledger_rows(out) if "error" in row and row["tensor"] != name]
+    assert all(0 < row["error"]["relative_mse"] < 0.02 for row in others)
+    assert compress(source, out).errors_by_role == result.errors_by_role
 
 
 def test_plans_and_calls_that_cannot_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from tiny_checkpoints import make_checkpoint
 from tiny_plans import plan_of, tiny
 
 import memopt
-from memopt.compressor.ledger import ErrorFigures
+from memopt.compressor.ledger import UNKNOWN_DIGEST, ErrorFigures, ErrorSummary
 from memopt.compressor.plan import Plan
 from memopt.compressor.release_file import render_release
 from memopt.compressor.source_identity import SourceIdentity
 
 PLAN = plan_of(tiny("glm-5.2-fp8"), "glm-5.2-int4")
-FIGURES = st.floats(0, allow_nan=False)
+FIGURES = st.just(math.nan) | st.floats(0)
 
 
 def rendered(plan: Plan, **results: Any) -> dict[str, Any]:
@@ -33,10 +34,11 @@ def rendered(plan: Plan, **results: Any) -> dict[str, Any]:
 )
 @settings(max_examples=60, deadline=None)
 def test_results_do_not_change_its_size(values: tuple[float, float, float], count: int, digest: bytes) -> None:
-    errors = {"routed_expert": ErrorFigures(*values, count, count + 1)}
+    errors = {"routed_expert": ErrorFigures(*values, count, count + 1).summary()}
     filled = render_release(PLAN, ledger_sha256=digest.hex(), errors_by_role=errors)
     assert len(filled) == len(render_release(PLAN))
     table = json.loads(filled)
+    assert ErrorSummary(**table["totals"]["error"]["routed_expert"]) == errors["routed_expert"]
     assert table["ledger"] == {"file": "ledger.jsonl", "sha256": digest.hex()}
     assert list(table["totals"]["error"]) == ["routed_expert"]
     assert b"\\u0000" not in filled
@@ -46,12 +48,13 @@ def test_contents() -> None:
     table = rendered(PLAN)
     assert table["identity"]["name"] == "glm-5.2-int4"
     assert table["identity"]["family"] == "glm_moe_dsa"
-    assert len(table["identity"]["plan_fingerprint"]) == 64
+    assert table["identity"]["plan_fingerprint"] == UNKNOWN_DIGEST
+    assert rendered(PLAN, fingerprint="ab" * 32)["identity"]["plan_fingerprint"] == "ab" * 32
     assert table["source"]["tensors"] == 186
     assert table["source"]["size_bytes"] == PLAN.source.size_bytes
     assert table["formats"]["weights"]["routed_expert"] == ["int4 group 32"]
     assert table["formats"]["weights"]["router_bias"] == ["F32"]
-    assert table["stages"] == ["prefill", "decode"]
+    assert table["stages"] == ["decode"]
     assert table["totals"]["fates"] == {str(fate): count for fate, count in PLAN.fate_counts.items()}
     assert table["totals"]["weights_size_bytes"] == PLAN.weights_size_bytes
     assert table["rounding"]["codes"] == [-8, 7]
@@ -69,11 +72,27 @@ def test_nothing_is_rounded_nothing_is_said_of_rounding() -> None:
 
 def test_a_hub_source_is_named_with_its_commit_and_digests() -> None:
     (file,) = PLAN.source.files
-    identity = SourceIdentity("hub", "zai-org/GLM-5.2-FP8", "main", "c" * 40, ((file, "d" * 64),))
+    identity = SourceIdentity("hub", "zai-org/GLM-5.2-FP8", "c" * 40, ((file, "d" * 64),))
     source = rendered(replace(PLAN, identity=identity))["source"]
-    assert (source["repository"], source["revision"], source["commit"]) == ("zai-org/GLM-5.2-FP8", "main", "c" * 40)
+    assert (source["repository"], source["commit"]) == ("zai-org/GLM-5.2-FP8", "c" * 40)
+    # The branch or tag that led to the commit does not belong to it.
+    assert "revision" not in source
     assert source["files"][0]["sha256"] == "d" * 64
     assert "sha256" not in rendered(PLAN)["source"]["files"][0]
+
+
+@pytest.mark.parametrize(
+    ("source", "recipe", "expected"),
+    [
+        ("glm-5.2-fp8", "copy", ["prefill"]),
+        ("glm-5.2-fp8", "dequantize", ["prefill"]),
+        ("glm-5.2-fp8", "glm-5.2-int4-fp8", ["decode"]),
+        ("kimi-k2.6-int4", "kimi-k2.6", ["decode"]),
+        ("kimi-k2.6-int4", "copy", ["decode"]),
+    ],
+)
+def test_stages_follow_from_the_weights(source: str, recipe: str, expected: list[str]) -> None:
+    assert rendered(plan_of(tiny(source), recipe))["stages"] == expected
 
 
 @pytest.mark.parametrize("name", ["nightly", 'a "quoted"\nname', "模型 é", "1.000000e+00"])

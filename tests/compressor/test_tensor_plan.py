@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from refusals import refusal
-from tiny_checkpoints import NAMES
-from tiny_plans import INT4_EXPERTS, plan_of, recipe, tiny, with_tensor, without_tensor
+from tiny_checkpoints import NAMES, tiny_config
+from tiny_plans import INT4_EXPERTS, checkpoint_of, plan_of, recipe, tiny, with_tensor, without_tensor
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint
 from memopt.compressor.plan import Plan
@@ -99,6 +99,63 @@ def test_native_int4_passes_through_untouched(by: str) -> None:
     tensor = tensor_of(plan_of(checkpoint, by), KIMI_UP)
     assert (tensor.fate, tensor.is_int4, tensor.int4_group_size) == (Fate.COPIED, True, 32)
     assert [name for name, _, _ in outputs(tensor)] == [part.name for part in tensor.source.parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "expert", "form"),
+    [
+        ("kimi-k2-instruct-fp8", UP, "fp8-block 128x128"),
+        ("kimi-k2-instruct-fp8", UP, "BF16"),
+        ("kimi-k2.6-int4", KIMI_UP, "int4 group 64"),
+    ],
+)
+def test_the_pass_through_recipe_refuses_what_is_not_int4_already(name: str, expert: str, form: str) -> None:
+    checkpoint = tiny(name)
+    if form == "BF16":
+        checkpoint = tiny(name, quantization_config=None)
+    if form == "int4 group 64":
+        checkpoint = with_tensor(checkpoint, f"{expert}_scale", "BF16", (256, 4))
+    expected = expert.replace("up_proj", "gate_proj") if "64" not in form else expert
+    with refusal(RecipeError, expected, "model.safetensors", f"is {form}", "INT4 in groups of 32 already"):
+        plan_of(checkpoint, "kimi-k2.6")
+
+
+@pytest.mark.parametrize("block", [[128, 36], [1, 4], [64, 255]])
+@pytest.mark.parametrize("by", ["glm-5.2-int4", "dequantize"])
+def test_blocks_that_no_kernel_expands_are_refused_in_the_plan(block: list[int], by: str) -> None:
+    config = tiny_config("glm-5.2-fp8")
+    config["quantization_config"]["weight_block_size"] = block
+    checkpoint = checkpoint_of(config)
+    words = (".weight", "model.safetensors", f"blocks of {block[0]}x{block[1]}", "not a multiple of 8")
+    with refusal(UnsupportedError, *words):
+        plan_of(checkpoint, by)
+    assert plan_of(checkpoint, "copy").fate_counts == {Fate.COPIED: len(plan_of(checkpoint, "copy").tensors)}
+    # A block as wide as the weight, or wider, cuts nothing.
+    config["quantization_config"]["weight_block_size"] = [128, 1025]
+    plan_of(checkpoint_of(config), by)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "F64"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+def test_what_is_not_bf16_is_not_passed_off_as_bf16(name: str, dtype: str) -> None:
+    checkpoint = tiny("glm-5.2-fp8")
+    checkpoint = with_tensor(checkpoint, name, dtype, checkpoint.tensors[name].shape)
+    with refusal(UnsupportedError, name, "model.safetensors", f"{dtype} does not become BF16", "`keep`"):
+        plan_of(checkpoint, "glm-5.2-int4")
+    keep = {"names": [name], "format": "keep"}
+    assert tensor_of(plan_of(checkpoint, recipe(keep, INT4_EXPERTS)), name).outputs[0].dtype == dtype
+
+
+@pytest.mark.parametrize(("stored", "written"), [((256,), (256, 1)), ((256, 1), (256, 1)), ((), (1,)), ((1, 1), (1,))])
+def test_a_kept_scale_takes_the_shape_that_its_strategy_says(stored: tuple[int, ...], written: tuple[int, ...]) -> None:
+    checkpoint = tiny("glm-4.7-fp8")
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith("weight_scale"):
+            shape = (tensor.shape[0], *stored[1:]) if 256 in stored else stored
+            checkpoint = with_tensor(checkpoint, name, "F32", shape)
+    mixed = tensor_of(plan_of(checkpoint, recipe(INT4_EXPERTS, default="keep")), O_PROJ)
+    assert outputs(mixed) == [(O_PROJ, "F8_E4M3", (256, 256)), (f"{O_PROJ}_scale", "F32", written)]
+    assert tensor_of(plan_of(checkpoint, "copy"), O_PROJ).outputs[1].shape == stored
 
 
 @pytest.mark.parametrize(("group", "word"), [(64, "to 64"), (128, "to 128"), ("channel", "to 256")])

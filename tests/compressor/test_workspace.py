@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +14,10 @@ from faults.trees import tree
 
 import memopt
 from memopt.compressor.checkpoint.file_stamp import FileStamp
+from memopt.compressor.checkpoint.writer import WRITE_BUFFER_BYTES
 from memopt.compressor.fingerprint import plan_fingerprint
-from memopt.compressor.workspace import (
-    FINISHED_FOLDER,
-    STATE_FOLDER,
-    Workspace,
-    check_output_place,
-    is_complete,
-    release_file_names,
-)
+from memopt.compressor.output_folder import FINISHED_FOLDER, STATE_FOLDER, check_output_place, is_complete
+from memopt.compressor.workspace import Workspace, release_file_names
 from memopt.errors import OutputError
 
 FINGERPRINT = "f" * 64
@@ -40,6 +37,44 @@ def test_a_lock_is_free_again_after_close(tmp_path: Path) -> None:
     with Workspace(tmp_path / "out", FINGERPRINT, frozenset()) as workspace:
         workspace.close()
         workspace.close()
+
+
+def test_a_lock_taken_while_its_run_finished_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run opens the lock's file, the first one renames its folder and lets go: the lock is nobody's."""
+    out = tmp_path / "out"
+    first = Workspace(out, FINGERPRINT, frozenset({"config.json"}))
+    first.write_file("config.json", b"{}")
+    flock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        first.finish()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OutputError, match="another run is writing to"):
+        Workspace(out, FINGERPRINT, frozenset({"config.json"}))
+    assert len(os.listdir("/proc/self/fd")) == len(before) - 1, "the first run's lock is closed, the second one's too"
+    assert tree(out).keys() == {"config.json"}
+
+
+def test_the_lock_is_let_go_before_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS keeps a removed file that is open under another name, and its folder with it."""
+    out = tmp_path / "out"
+    rmtree = shutil.rmtree
+    opened: list[str] = []
+
+    def look(path: Path, **options: bool) -> None:
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        opened.extend(os.readlink(link) for link in links if os.path.lexists(link))
+        rmtree(path, **options)
+
+    with Workspace(out, FINGERPRINT, frozenset({"config.json"})) as workspace:
+        workspace.write_file("config.json", b"{}")
+        monkeypatch.setattr(shutil, "rmtree", look)
+        workspace.finish()
+    assert [path for path in opened if path.startswith(f"{out / FINISHED_FOLDER}")] == []
+    assert tree(out).keys() == {"config.json"}
 
 
 def test_the_refused_run_leaves_the_descriptor_table_as_it_was(tmp_path: Path) -> None:
@@ -78,6 +113,20 @@ def test_write_file_replaces_whole_files(tmp_path: Path) -> None:
     assert tree(tmp_path / "out").keys() == {"config.json"}
 
 
+def test_a_streamed_file_is_never_whole_in_memory(tmp_path: Path) -> None:
+    written: list[int] = []
+    with Workspace(tmp_path / "out", FINGERPRINT, frozenset({"ledger.jsonl"})) as workspace:
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(3):
+                yield bytes(2 * WRITE_BUFFER_BYTES)
+                written.append(workspace.temporary("ledger.jsonl").stat().st_size)
+
+        workspace.write_stream("ledger.jsonl", chunks())
+    assert written == [2 * WRITE_BUFFER_BYTES * count for count in (1, 2, 3)]
+    assert (tmp_path / "out" / "ledger.jsonl").stat().st_size == written[-1]
+
+
 def test_leftovers_of_a_crash_on_the_way_out_are_removed(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress(source, out)
@@ -107,7 +156,14 @@ def test_complete_means_this_plan_and_no_state(source: Path, tmp_path: Path) -> 
     assert is_complete(out, fingerprint)
     assert not is_complete(out, FINGERPRINT)
     assert not is_complete(tmp_path / "nothing", fingerprint)
-    for damage in (b"", b"[]", b'{"identity": []}', b'{"identity": {}}', b"\xff"):
+    for damage in (
+        b"",
+        b"[]",
+        b'{"identity": {"plan_fingerprint": null}}',
+        b'{"identity": []}',
+        b'{"identity": {}}',
+        b"\xff",
+    ):
         (out / "release.json").write_bytes(damage)
         assert not is_complete(out, fingerprint)
 

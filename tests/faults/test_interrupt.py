@@ -69,7 +69,7 @@ def test_a_signal_leaves_a_state_to_go_on_from(number: signal.Signals, tmp_path:
     assert stamps(out, finished) == before
 
 
-@pytest.mark.parametrize("place", ["_write_small_files", "_check_space", "_check_finished_sources", "_finish"])
+@pytest.mark.parametrize("place", ["_write_small_files", "_check_space", "take_over", "balance"])
 def test_ctrl_c_outside_the_units_says_the_same(
     place: str, source: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

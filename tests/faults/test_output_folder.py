@@ -156,6 +156,32 @@ def test_a_link_to_an_empty_folder_is_followed(source: Path, reference: dict[str
     assert tree(tmp_path / "real") == reference
 
 
+def test_the_root_of_a_file_system_is_empty(source: Path, reference: dict[str, str], tmp_path: Path) -> None:
+    """mkfs.ext4 puts an empty lost+found there."""
+    out = tmp_path / "mnt"
+    (out / "lost+found").mkdir(parents=True)
+
+    def stop(progress: Progress) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        compress(source, out, progress=stop)
+    compress(source, out)
+    assert tree(out) == dict(sorted((reference | {"lost+found": "folder"}).items()))
+    assert compress(source, out).was_complete
+
+
+def test_what_fsck_found_is_somebodys(source: Path, tmp_path: Path) -> None:
+    for number, make in enumerate((Path.touch, Path.mkdir, lambda path: path.symlink_to("/"))):
+        out = tmp_path / str(number)
+        out.mkdir()
+        make(out / "lost+found")
+        if (out / "lost+found").is_dir() and not (out / "lost+found").is_symlink():
+            (out / "lost+found" / "#12").write_text("x")
+        with pytest.raises(OutputError, match="is not empty: it holds .lost.found"):
+            compress(source, out)
+
+
 @pytest.mark.parametrize("foreign", ["notes.txt", "model-00099-of-00099.safetensors", ".hidden"])
 def test_a_foreign_file_in_a_half_done_output(foreign: str, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"

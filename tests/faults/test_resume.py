@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cli.invoke import run_command
+from cli.invoke import invoke
 
 import memopt
 from faults.small_source import EXPERT, FLAGS, OPTIONS, compress, edit_tensor, file_of
 from faults.trees import finished_units, stamps, tree
-from memopt.compressor.checkpoint.reader import SourceReader
+from memopt.compressor import pipeline, release_file, resume
+from memopt.compressor.output_folder import STATE_FOLDER
 from memopt.compressor.progress import Progress
-from memopt.compressor.workspace import STATE_FOLDER
-from memopt.errors import MemoptError, OutputError, SizeMismatchError, SourceChangedError
+from memopt.compressor.recheck import require_outputs
+from memopt.compressor.units import Unit
+from memopt.errors import InterruptedRunError, MemoptError, OutputError, SourceChangedError
 
 NUM_UNITS_BEFORE_STOP = 3
 
@@ -124,13 +128,19 @@ def _other_name(_: Path) -> dict[str, object]:
     return {"options": memopt.PlanOptions(OPTIONS.max_file_bytes, 1, release_name="another")}
 
 
+def _another_file_left_behind(source: Path) -> dict[str, object]:
+    """release.json lists what was not copied."""
+    (source / "notes.pt").write_bytes(b"x")
+    return {}
+
+
 def _allowed_code(_: Path) -> dict[str, object]:
     return {"options": memopt.PlanOptions(OPTIONS.max_file_bytes, 1, allow_code=True)}
 
 
 OTHER_WORK = [
     _other_config, _other_tokenizer, _another_small_file, _other_header, _other_recipe, _other_file_size, _other_name,
-    _allowed_code,
+    _allowed_code, _another_file_left_behind,
 ]  # fmt: skip
 
 
@@ -146,6 +156,16 @@ def test_another_work_is_refused_and_nothing_is_touched(
         compress(source, out, **options)
     assert caught.value.code == "MEMOPT_OUTPUT"
     assert tree(out) == before
+
+
+def test_another_version_of_a_library_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """release.json names the libraries that rounded: half of the units by one, half by another is no release."""
+    out = tmp_path / "out"
+    interrupt(source, out)
+    monkeypatch.setattr(release_file.metadata, "version", lambda name: "99.1")
+    with pytest.raises(OutputError, match="or version of memopt, numba or numpy") as caught:
+        compress(source, out)
+    assert f"remove {out} to start anew" in caught.value.remedy
 
 
 def test_weights_that_differ_from_what_was_read_are_refused(source: Path, tmp_path: Path) -> None:
@@ -196,43 +216,105 @@ def test_weights_that_no_finished_unit_read_may_be_repaired(
     assert tree(out) == reference
 
 
-def test_a_complete_output_is_not_touched(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _flip(path: Path, position: int) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        byte = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_changed_byte_of_a_finished_unit_is_found_and_the_unit_is_made_again(
+    workers: int, source: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    first = compress(source, out)
-    before = stamps(out, set(tree(out)))
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("a weight was read")
-
-    monkeypatch.setattr(SourceReader, "__init__", refuse)
-    again = compress(source, out)
-    assert (again.was_complete, first.was_complete) == (True, False)
-    assert again.total_size_bytes == first.total_size_bytes == sum((out / name).stat().st_size for name in before)
-    assert stamps(out, set(tree(out))) == before
-    done = run_command("compress", source, out, *FLAGS)
-    assert done.code == 0
-    assert "is complete already" in done.stdout
+    finished = interrupt(source, out)
+    spoiled, kept = min(finished), finished - {min(finished)}
+    _flip(out / spoiled, -1)
+    before = stamps(out, kept)
+    assert compress(source, out, workers=workers).num_resumed_units == len(kept)
+    assert stamps(out, kept) == before
+    assert tree(out) == reference
 
 
-@pytest.mark.parametrize("name", ["model-00002", "tokenizer_config.json", "ledger.jsonl", "config.json"])
-def test_a_complete_output_with_a_lost_or_resized_file_is_an_error(name: str, source: Path, tmp_path: Path) -> None:
+def test_a_unit_that_is_made_again_need_not_have_read_the_same_source(
+    source: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
+    """Nothing is left of what was read: there is nothing to mix."""
     out = tmp_path / "out"
-    compress(source, out)
-    path = next(out.glob(f"{name}*"))
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(SizeMismatchError, match=f"has {size + 1:,} bytes, the plan gave it {size:,}") as resized:
-        compress(source, out)
-    path.unlink()
-    with pytest.raises(OutputError, match="is missing from the finished release") as lost:
-        compress(source, out)
-    assert resized.value.file == lost.value.file == path.name
+    finished = interrupt(source, out)
+    for name in finished:
+        _flip(out / name, -1)
+    rows = json.loads((out / STATE_FOLDER / "units" / "00001.json").read_bytes())["lines"]
+    edit_tensor(source, json.loads(rows[0])["sources"][0]["name"], lambda raw: raw.__setitem__(0, raw[0] ^ 1))
+    assert compress(source, out).num_resumed_units == 0
+    assert tree(out).keys() == reference.keys()
 
 
-def test_a_complete_output_is_refused_to_another_recipe(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [b'"sha256": \\"', b'"relative_mse\\": ', b'"sq_error": ', b'"size_bytes": '])
+def test_a_changed_byte_of_a_record_repeats_its_unit(
+    text: bytes, source: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    compress(source, out)
-    before = tree(out)
-    with pytest.raises(OutputError, match="is not empty: it holds"):
-        compress(source, out, recipe="dequantize")
-    assert tree(out) == before
+    finished = interrupt(source, out)
+    records = sorted((out / STATE_FOLDER / "units").glob("*.json"))
+    record = next(path for path in records if text in path.read_bytes())
+    raw = record.read_bytes()
+    place = raw.index(text) + len(text)
+    other = b"5" if raw[place : place + 1] != b"5" else b"6"
+    record.write_bytes(raw[:place] + other + raw[place + 1 :])
+    assert compress(source, out).num_resumed_units == len(finished) - 1
+    assert tree(out) == reference
+
+
+def test_files_that_nobody_touched_are_not_read_again(
+    source: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    finished = interrupt(source, out)
+    asked: list[str] = []
+
+    def ask(out: Path, unit: Unit, *rest: Any) -> None:
+        asked.append(unit.file_name)
+        require_outputs(out, unit, *rest)
+
+    monkeypatch.setattr(resume, "require_outputs", ask)
+    seen: list[Progress] = []
+    touched = max(finished)
+    os.utime(out / touched, ns=(1, 1))
+    result = compress(source, out, progress=seen.append)
+    assert asked == [touched]
+    assert result.num_resumed_units == len(finished)
+    assert {progress.stage for progress in seen if progress.num_units == 1} == {"check"}
+    assert tree(out) == reference
+
+
+def test_rates_are_of_this_run_alone(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finished = interrupt(source, out)
+    seen: list[Progress] = []
+    result = compress(source, out, progress=seen.append)
+    own = [progress for progress in seen if progress.stage == "write"]
+    assert 0 < result.resumed_size_bytes < result.input_size_bytes
+    assert all(progress.num_resumed_units == len(finished) for progress in own)
+    assert own[-1].done_bytes == own[-1].total_bytes == result.input_size_bytes
+    seconds = (result.input_size_bytes - result.resumed_size_bytes) / own[-1].rate_bytes_per_second
+    assert 0 < seconds <= result.seconds
+
+
+def test_the_command_counts_no_rate_for_what_an_earlier_run_did(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "balance", stop)
+        with pytest.raises(InterruptedRunError):
+            compress(source, out)
+    done = invoke("compress", source, out, *FLAGS)
+    assert "10 weight files, 10 of them from an interrupted run" in done.stdout
+    assert re.search(r"^time .*, 0\.00 GB/s of source$", done.stdout, re.MULTILINE)

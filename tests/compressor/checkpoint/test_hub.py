@@ -252,6 +252,22 @@ def test_offline_uses_the_cache_alone(
     assert hub.log == []
 
 
+def test_offline_knows_what_the_repository_holds_beside(
+    hub: HubServer, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "figures").mkdir()
+    (source / "figures" / "a.png").write_bytes(b"png")
+    hub.add(REFERENCE.repo_id, source)
+    online = download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", retry=QUICK)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    offline = download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", retry=QUICK)
+    assert offline.listing.top == online.listing.top
+    assert {"figures/", "logo.png", "modeling_glm.py"} <= {file.name for file in offline.listing.top}
+    # What was not fetched is missed, not left out quietly.
+    with pytest.raises(MissingFileError, match=r"modeling_glm\.py .*not in the cache"):
+        download_snapshot(REFERENCE, cache_dir=tmp_path / "cache", allow_code=True, retry=QUICK)
+
+
 def test_no_safetensors(hub: HubServer, tmp_path: Path) -> None:
     folder = tmp_path / "old"
     folder.mkdir()
