@@ -59,6 +59,9 @@ def require_divisible(
         form = f" in whole FP8 blocks of {block[0]}x{block[1]}"
     elif spec.tp.unit > 1:
         form = f" in whole heads of {spec.tp.unit}"
+        # vLLM and SGLang then hold a copy of a key/value head on several ranks; memopt cuts, it never repeats.
+        if spec.tp.axis is TpAxis.ROWS and size // spec.tp.unit < degree:
+            form += f" (there are {size // spec.tp.unit}; engines repeat key/value heads over ranks, memopt does not)"
     raise AlignmentError(
         f"{size} {spec.tp.axis} / {degree} ranks = {size / degree:g}: cannot be cut{form}",
         tensor=spec.name,

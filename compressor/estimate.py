@@ -8,11 +8,13 @@ from memopt.compressor.plan import Plan
 from memopt.compressor.quantize.backend import CPU_CHUNK_BYTES
 from memopt.compressor.tensor_plan import Fate, TensorPlan
 
-# Source bytes a second and core, measured by `make bench` on a 2.6 GHz EPYC with AVX-512 (docs/benchmarks.md).
-ROUNDING_BYTES_PER_SECOND = {"absmax": 0.45e9, "mse": 0.11e9, "mse-signed": 0.09e9}
+# Source bytes a second and core, end to end, measured by `make bench` on an EPYC with AVX-512 (docs/benchmarks.md).
+ROUNDING_BYTES_PER_SECOND = {"absmax": 0.44e9, "mse": 0.22e9, "mse-signed": 0.19e9}
 STREAMING_BYTES_PER_SECOND = 0.8e9
-# The interpreter with numpy and numba, and what one worker holds besides a tensor's scales.
+# The interpreter with numpy and numba while it compiles, and what one worker holds besides a tensor's scales.
 BASE_MEMORY_BYTES = 300 * 2**20
+# Plan, header tables and ledger grow with the number of tensors (benchmarks/memory.py --many: 3,500 bytes each).
+TENSOR_TABLE_BYTES = 5_000
 WORKER_CHUNKS = 8
 
 
@@ -43,7 +45,6 @@ def estimate(plan: Plan, workers: int) -> Estimate:
     """Time and memory for `plan` on the CPU with `workers` threads."""
     seconds = sum(_seconds_on_one_core(tensor) for tensor in plan.tensors)
     held = max((_held_bytes(tensor) for tensor in plan.tensors), default=0)
-    # Plan, header tables and ledger grow with the number of tensors, not with their size.
-    tables = 6_000 * len(plan.tensors)
+    tables = TENSOR_TABLE_BYTES * len(plan.tensors)
     memory = BASE_MEMORY_BYTES + tables + workers * (WORKER_CHUNKS * CPU_CHUNK_BYTES + held)
     return Estimate(seconds / max(workers, 1), workers, memory)

@@ -164,12 +164,14 @@ def build_plan(
     quantization = build_quantization_config(tensors) if is_rewritten else checkpoint.config.quantization
     metadata = _select_metadata(checkpoint, options)
     copied = {file.name for file in metadata.copied}
+    # A config alone says nothing of the files beside it: code that is allowed is taken to be there.
+    is_code_taken = checkpoint.folder is None and options.allow_code
     notes = lint(
         tensors,
         quantization,
         recipe.engines,
         is_config_rewritten=is_rewritten,
-        missing_code=missing_code(checkpoint.config.raw, checkpoint.folder, copied),
+        missing_code=() if is_code_taken else missing_code(checkpoint.config.raw, checkpoint.folder, copied),
         family=family.name,
     )
     raise_on_error(notes)

@@ -35,7 +35,7 @@ class CompiledKernel:
             cached = njit(cache=True, nogil=True, error_model="numpy")(function)
         except (RuntimeError, OSError):
             return None  # "no locator available": no folder can be written
-        folder = Path(cached.stats.cache_path)
+        folder = Path(str(cached.stats.cache_path))
         return cached if folder.parent == Path(__file__).parent or is_private(folder) else None
 
     @property

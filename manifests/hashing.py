@@ -66,7 +66,8 @@ def hash_file(
 ) -> FileDigest:
     """SHA-256 of the whole and of each 4 MiB chunk of an open file, from one read of exactly `size_bytes`.
 
-    `buffer`: reused memory of at most one chunk. `watch` sees every piece, in order, and may raise. Raises MemoptIOError, ContentError if the file is shorter.
+    `buffer`: reused memory of at most one chunk. `watch` sees every piece in order and may raise.
+    Raises MemoptIOError, ContentError if the file is shorter.
     """
     memory = memoryview(bytearray(BUFFER_SIZE_BYTES)) if buffer is None else buffer
     whole = hashlib.sha256()

@@ -117,6 +117,9 @@ def test_heads_are_never_cut() -> None:
     checkpoint = small("glm-4.7-fp8")
     with refusal(AlignmentError, "model.layers.0.self_attn.k_proj.weight", "1024 rows / 16 ranks", "heads of 128"):
         plan_of(checkpoint, "dequantize", tensor_parallel=16)
+    fewer = small("glm-4.7-fp8", num_key_value_heads=4)
+    with refusal(AlignmentError, "k_proj", "heads of 128 (there are 4", "engines repeat", "tensor-parallel 1, 2, 4)"):
+        plan_of(fewer, "glm-4.7-int4")
 
 
 def test_an_odd_degree_is_refused_at_the_first_tensor() -> None:

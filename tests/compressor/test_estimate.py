@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_plans import plan_of, recipe, tiny
 
-from memopt.compressor.estimate import ROUNDING_BYTES_PER_SECOND, estimate
+from memopt.compressor.estimate import estimate
 from memopt.compressor.plan import Plan
 
 BIG = {"n_routed_experts": 64, "hidden_size": 1024, "moe_intermediate_size": 512}
@@ -16,13 +16,25 @@ def experts(scale: str) -> Plan:
     return plan_of(tiny("glm-5.2-fp8", **BIG), recipe(rule))
 
 
-@pytest.mark.parametrize("scale", sorted(ROUNDING_BYTES_PER_SECOND))
-def test_time_is_weights_over_rate(scale: str) -> None:
+@pytest.mark.parametrize(
+    ("scale", "seconds"),
+    # 301,989,888 expert weights at 450, 110 and 90 million a second, and 15,873,500 other bytes at 800 million.
+    [("absmax", 0.6908), ("mse", 2.7651), ("mse-signed", 3.3752)],
+)
+def test_golden_times_and_memory(scale: str, seconds: float) -> None:
     plan = experts(scale)
     weights = sum(t.source.weight.size_bytes for t in plan.tensors if t.int4 is not None)
-    assert weights == 3 * 64 * 3 * 1024 * 512
-    seconds = estimate(plan, 1).seconds
-    assert weights / ROUNDING_BYTES_PER_SECOND[scale] < seconds < 1.5 * weights / ROUNDING_BYTES_PER_SECOND[scale]
+    assert weights == 3 * 64 * 3 * 1024 * 512 == 301_989_888
+    guess = estimate(plan, 1)
+    assert guess.seconds == pytest.approx(seconds, abs=1e-4)
+    # 300 MiB, 6,000 bytes for each of 652 tensors, eight chunks of 2 MiB, and one expert's scales.
+    assert guess.host_memory_bytes == 335_294_928
+
+
+def test_golden_time_of_a_copy() -> None:
+    guess = estimate(plan_of(tiny("glm-5.2-fp8", **BIG), "copy"), 1)
+    assert guess.seconds == pytest.approx(317_863_388 / 800e6)
+    assert guess.host_memory_bytes == 335_262_272
 
 
 def test_more_workers_take_less_time_and_more_memory() -> None:

@@ -126,6 +126,23 @@ def test_problems_of_tensors_are_all_listed(tmp_path: Path) -> None:
     assert all("model.layers.3." in problem.message for problem in unknown)
 
 
+def test_a_config_that_tells_of_other_formats_is_a_problem(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "glm-5.2-fp8", quantization_config=None)
+    quantized = make_checkpoint(tmp_path / "fp8", "glm-5.2-fp8")
+    tables = [json.loads((folder / "config.json").read_text()) for folder in (plain, quantized)]
+    for folder, table in zip((plain, quantized), reversed(tables), strict=True):
+        (folder / "config.json").write_text(json.dumps(table))
+    for folder, words in (
+        (plain, "declares FP8 weights, the files hold none"),
+        (quantized, "declares no quantized weights, the files hold FP8"),
+    ):
+        found = memopt.inspect(folder)
+        (problem,) = found.problems
+        assert problem.code == "MEMOPT_CONFIG"
+        assert words in problem.message
+        assert found.suggested_recipe == "glm-5.2-int4"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_degrees_that_divide(name: str, tmp_path: Path) -> None:
     found = memopt.inspect(make_checkpoint(tmp_path / name, name))

@@ -233,6 +233,19 @@ def test_nothing_quantized_is_no_block() -> None:
     assert build_quantization_config(plan_of(tiny("glm-4.7-fp8"), "dequantize").tensors) is None
 
 
+@pytest.mark.parametrize("by", ["glm-4.7-int4", "mixed"])
+def test_a_tied_head_is_ignored_although_it_has_no_tensor(by: str) -> None:
+    checkpoint = tiny("glm-4.7-fp8", tie_word_embeddings=True)
+    plan = plan_of(checkpoint, recipe(INT4_EXPERTS, default="keep") if by == "mixed" else by)
+    block, theirs = accepted(plan)
+    assert block["ignore"].count(r"re:.*lm_head$") == 1
+    for module in ("lm_head", "language_model.lm_head", "model.embed_tokens"):
+        assert scheme_of(module, theirs) is None
+    head = {"roles": ["lm_head"], "format": {"type": "int4"}}
+    stored = plan_of(tiny("glm-4.7-fp8"), recipe(head, INT4_EXPERTS))
+    assert scheme_of("lm_head", accepted(stored)[1]) == "4 group 32"
+
+
 def test_a_role_without_a_pattern_is_named_module_by_module() -> None:
     specs = [t.source.spec for t in plan_of(tiny("glm-4.7-fp8"), "copy").tensors if t.source.spec.role == "embedding"]
     assert module_patterns(specs, []) == ("model.embed_tokens",)

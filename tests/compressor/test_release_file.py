@@ -92,7 +92,7 @@ def test_a_hub_source_is_named_with_its_commit_and_digests() -> None:
     ],
 )
 def test_stages_follow_from_the_weights(source: str, recipe: str, expected: list[str]) -> None:
-    assert rendered(plan_of(tiny(source), recipe))["stages"] == expected
+    assert rendered(plan_of(tiny(source), recipe, tensor_parallel=1))["stages"] == expected
 
 
 @pytest.mark.parametrize("name", ["nightly", 'a "quoted"\nname', "模型 é", "1.000000e+00"])

@@ -1,4 +1,4 @@
-"""A rerun on a finished release says "complete already" only if source and release are what they were, byte for byte."""
+"""A rerun on a finished release: "complete already" only if source and release are what they were, byte for byte."""
 
 from __future__ import annotations
 
@@ -100,11 +100,12 @@ def test_a_hub_source_is_settled_by_its_commit(source: Path, tmp_path: Path, mon
     def refuse(*_: object) -> None:
         raise AssertionError("a source file was opened")
 
-    monkeypatch.setattr(complete.SourceReader, "__init__", refuse)
-    assert run_plan(plan, out, backend=CpuBackend()).was_complete
-    _flip(next(out.glob("*.safetensors")), -1)
-    with pytest.raises(ContentError, match="was changed after it was written"):
-        run_plan(plan, out, backend=CpuBackend())
+    with monkeypatch.context() as patch:
+        patch.setattr(complete.SourceReader, "__init__", refuse)
+        assert run_plan(plan, out, backend=CpuBackend()).was_complete
+        _flip(next(out.glob("*.safetensors")), -1)
+        with pytest.raises(ContentError, match="was changed after it was written"):
+            run_plan(plan, out, backend=CpuBackend())
     other = replace(plan, identity=SourceIdentity("hub", "org/name", "d" * 40))
     with pytest.raises(OutputError, match="another source"):
         run_plan(other, out, backend=CpuBackend())
@@ -141,7 +142,7 @@ def test_a_changed_byte_of_a_small_file_is_named(name: str, shared_source: Path,
 
 def test_a_changed_byte_of_a_header_is_named(shared_source: Path, out: Path) -> None:
     path = next(out.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes().replace(b".weight_scale", b".weight_scalE", 1))
+    path.write_bytes(path.read_bytes().replace(b'.weight"', b'.weighT"', 1))
     with pytest.raises(ContentError, match="its header is not the planned one") as caught:
         compress(shared_source, out)
     assert caught.value.file == path.name

@@ -178,7 +178,7 @@ def test_what_fsck_found_is_somebodys(source: Path, tmp_path: Path) -> None:
         make(out / "lost+found")
         if (out / "lost+found").is_dir() and not (out / "lost+found").is_symlink():
             (out / "lost+found" / "#12").write_text("x")
-        with pytest.raises(OutputError, match="is not empty: it holds .lost.found"):
+        with pytest.raises(OutputError, match=r"is not empty: it holds .lost\+found"):
             compress(source, out)
 
 

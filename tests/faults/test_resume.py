@@ -45,6 +45,18 @@ def interrupt(source: Path, out: Path, **options: object) -> set[str]:
     return finished
 
 
+def interrupt_at_the_end(source: Path, out: Path) -> None:
+    """Run until every unit is finished, and stop before the ledger is written."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "balance", stop)
+        with pytest.raises(InterruptedRunError):
+            compress(source, out)
+
+
 def test_finished_units_are_kept(source: Path, reference: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     finished = interrupt(source, out)
@@ -252,19 +264,19 @@ def test_a_unit_that_is_made_again_need_not_have_read_the_same_source(
     assert tree(out).keys() == reference.keys()
 
 
-@pytest.mark.parametrize("text", [b'"sha256": \\"', b'"relative_mse\\": ', b'"sq_error": ', b'"size_bytes": '])
+@pytest.mark.parametrize("text", [rb"\"sha256\": \"", rb"\"relative_mse\": ", b'"sq_error": ', b'"size_bytes": '])
 def test_a_changed_byte_of_a_record_repeats_its_unit(
     text: bytes, source: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    finished = interrupt(source, out)
+    interrupt_at_the_end(source, out)
     records = sorted((out / STATE_FOLDER / "units").glob("*.json"))
     record = next(path for path in records if text in path.read_bytes())
     raw = record.read_bytes()
     place = raw.index(text) + len(text)
     other = b"5" if raw[place : place + 1] != b"5" else b"6"
     record.write_bytes(raw[:place] + other + raw[place + 1 :])
-    assert compress(source, out).num_resumed_units == len(finished) - 1
+    assert compress(source, out).num_resumed_units == len(records) - 1
     assert tree(out) == reference
 
 
@@ -303,18 +315,9 @@ def test_rates_are_of_this_run_alone(source: Path, tmp_path: Path) -> None:
     assert 0 < seconds <= result.seconds
 
 
-def test_the_command_counts_no_rate_for_what_an_earlier_run_did(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_counts_no_rate_for_what_an_earlier_run_did(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "balance", stop)
-        with pytest.raises(InterruptedRunError):
-            compress(source, out)
+    interrupt_at_the_end(source, out)
     done = invoke("compress", source, out, *FLAGS)
     assert "10 weight files, 10 of them from an interrupted run" in done.stdout
     assert re.search(r"^time .*, 0\.00 GB/s of source$", done.stdout, re.MULTILINE)

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of every parser of outside bytes, with atheris: `python tests/fuzz/run.py --seconds 600`.
 
-The seconds are shared among the parsers. Prints the runs of each; a crash ends with exit code 1, its input in a file.
+The seconds are shared among the parsers. Prints the runs of each; a crash ends with exit code 1, its input in build/fuzz.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ def _fuzz(name: str, arguments: list[str]) -> None:
     with atheris.instrument_imports(include=["memopt"]):
         from fuzz.parsers import try_parser
 
-    atheris.Setup([sys.argv[0], *arguments], lambda raw: try_parser(name, raw) and None)
+    from fuzz.json_mutator import mutated_json
+
+    def mutate(raw: bytes, max_size: int, seed: int) -> bytes:
+        """Half of the time a JSON value, else bytes."""
+        changed = mutated_json(raw, seed) if seed % 2 else None
+        return changed if changed is not None and len(changed) <= max_size else atheris.Mutate(raw, max_size)
+
+    def test_one(raw: bytes) -> None:
+        try_parser(name, raw)
+
+    atheris.Setup([sys.argv[0], *arguments], test_one, custom_mutator=mutate)
     atheris.Fuzz()
 
 
@@ -47,7 +57,16 @@ def _run_one(name: str, seconds: int, seeds: tuple[bytes, ...]) -> tuple[int, in
             (corpus / f"seed-{number}").write_bytes(seed)
         words = Path(folder, "words")
         words.write_text("".join(f'"{_escaped(word)}"\n' for word in _DICTIONARY))
-        options = [f"-max_total_time={seconds}", f"-dict={words}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
+        artifacts = Path("build/fuzz")
+        artifacts.mkdir(parents=True, exist_ok=True)
+        options = [
+            f"-max_total_time={seconds}",
+            f"-dict={words}",
+            "-max_len=16384",
+            "-timeout=10",
+            "-rss_limit_mb=2048",
+        ]
+        options.append(f"-artifact_prefix={artifacts}/{name}-")
         done = subprocess.run(
             [sys.executable, __file__, "--parser", name, *options, str(corpus)],
             stderr=subprocess.PIPE,

@@ -22,8 +22,6 @@ from memopt.manifests.statement import Resource, Statement, parse_statement, ren
 from memopt.manifests.trust import check_signatures
 
 # The reference needs pyOpenSSL, which it does not declare.
-pytest.importorskip("model_signing")
-pytest.importorskip("OpenSSL")
 
 NOW = 1_800_000_000
 FILES = {

@@ -276,7 +276,6 @@ def test_code_is_signed_with_a_note(folder: Path) -> None:
 
 @pytest.mark.parametrize("curve", ["p256", "p384", "p521"])
 def test_other_tools_accept_it(tmp_path: Path, curve: str) -> None:
-    pytest.importorskip("model_signing")
     key = fixed_key(5, curve)
     folder = tmp_path / "release"
     write_release(folder, rows=THREE_CHUNKS if curve == "p256" else 1, num_ranks=2)

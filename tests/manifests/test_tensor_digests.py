@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_any_cut_and_any_reading_step_finds_the_changed_tensor(
     places = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
     spans = [
         TensorSpan(f"t{start}", start, end, hashlib.sha256(data[start:end]).hexdigest())
-        for start, end in zip(places, places[1:], strict=False)
+        for start, end in pairwise(places)
     ]
 
     def feed(raw: bytes) -> None:
@@ -56,7 +57,7 @@ def test_a_release_whose_bytes_are_not_the_ledgers_is_not_signed(tmp_path: Path)
         byte = stream.read(1)[0]
         stream.seek(-100, 2)
         stream.write(bytes([byte ^ 1]))
-    with pytest.raises(ContentError, match="not those that ledger.jsonl names") as caught:
+    with pytest.raises(ContentError, match=r"not those that ledger\.jsonl names") as caught:
         sign_release(out, [KeySigner(generate_private_key())])
     assert caught.value.file == file.name
     assert caught.value.tensor is not None

@@ -345,7 +345,6 @@ def test_manifest_and_statement_must_list_the_same(small: Path) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_release_that_model_signing_signed(big: Path, tmp_path: Path, jobs: int) -> None:
-    pytest.importorskip("model_signing")
     folder = tmp_path / "release"
     unsigned = shutil.ignore_patterns("memopt.*", "SHA256SUMS", "model.sig", "tp2")
     shutil.copytree(big, folder, ignore=unsigned)

@@ -72,6 +72,33 @@ def test_a_stale_fp8_block_is_removed_and_the_new_one_stands_where_engines_look(
 
 
 @pytest.mark.parametrize("name", ["glm-5.2-fp8", "kimi-k2.6-int4"])
+def test_the_older_name_of_the_block_is_read_and_goes_too(name: str) -> None:
+    table = tiny_config(name)
+    text = table.get("text_config", table)
+    old = text.pop("quantization_config")
+    table["compression_config"] = old
+    assert parse_config(json.dumps(table).encode()).quantization == old
+    # Both names: the present one counts.
+    text["quantization_config"] = INT4
+    text["compression_config"] = old
+    config = parse_config(json.dumps(table).encode())
+    assert config.quantization == INT4
+    for quantization in (INT4, None):
+        assert b"compression_config" not in render_config(config, quantization)
+
+
+@pytest.mark.parametrize("is_tied", [False, True, None])
+def test_a_rewritten_nested_config_says_whether_embeddings_are_tied(is_tied: bool | None) -> None:
+    table = tiny_config("kimi-k2.6-int4", tie_word_embeddings=is_tied)
+    del table["tie_word_embeddings"]
+    written = json.loads(render_config(parse_config(json.dumps(table).encode()), INT4))
+    assert written["text_config"]["tie_word_embeddings"] is bool(is_tied)
+    assert written["tie_word_embeddings"] is bool(is_tied)
+    flat = json.loads(render_config(parse_config(b'{"model_type": "glm4_moe"}'), None))
+    assert flat == {"model_type": "glm4_moe"}
+
+
+@pytest.mark.parametrize("name", ["glm-5.2-fp8", "kimi-k2.6-int4"])
 def test_a_release_without_quantized_weights_has_no_block_at_all(name: str) -> None:
     assert b"quantization_config" not in render_config(parsed(name), None)
 

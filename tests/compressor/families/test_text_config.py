@@ -92,5 +92,16 @@ def test_what_a_family_needs_is_named(name: str, fields: list[str]) -> None:
             checkpoint_of(tiny_config(name, **{field: None}))
 
 
+def test_null_is_as_good_as_missing() -> None:
+    table = tiny_config("deepseek-v3-fp8")
+    nothing = {"n_shared_experts": None, "num_nextn_predict_layers": None, "tie_word_embeddings": None}
+    text = parse(table | nothing)
+    assert (text.n_shared_experts, text.num_nextn_predict_layers, text.tie_word_embeddings) == (0, 0, False)
+    names = specs_of(checkpoint_of(table | nothing))
+    assert not [name for name in names if "shared_experts" in name or ".layers.3." in name]
+    with refusal(ConfigError, "config.json", "hidden_size", "field required"):
+        parse(table | {"hidden_size": None})
+
+
 def test_unknown_fields_are_left_alone() -> None:
     assert specs_of(checkpoint_of(tiny_config("glm-4.7-fp8", rope_theta="any", new_feature=[1])))
