@@ -24,7 +24,6 @@ POLICY_NAME = "trust.json"
 MAX_POLICY_SIZE_BYTES = 2**20
 DEFAULT_CLOCK_SKEW_SECONDS = 300
 _MAX_ENTRIES = 10_000
-_MAX_IDENTITY_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -199,8 +198,6 @@ def _parse_counters(table: dict[str, Any], file: str) -> dict[str, int]:
     counters = table.get("min_counters", {})
     if not isinstance(counters, dict) or len(counters) > _MAX_ENTRIES:
         raise _refuse("min_counters is not an object of identity and counter", file)
-    if not all(name.isprintable() and 0 < len(name) <= _MAX_IDENTITY_CHARACTERS for name in counters):
-        raise _refuse("min_counters has an identity that is no printable name", file)
     return {name: _integer(counters, name, file, minimum=0, default=0) for name in counters}
 
 

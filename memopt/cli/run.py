@@ -25,10 +25,32 @@ def _say(line: str) -> None:
         click.echo(line, err=True)
 
 
-def pace_text(progress: Progress) -> str:
-    """This run's own rate, and the time left at it: what an earlier run did is in neither."""
-    left = "" if progress.remaining_seconds is None else f", {duration_text(progress.remaining_seconds)} left"
-    return f"{progress.rate_bytes_per_second / 1e9:.2f} GB/s{left}"
+def pace_text(rate_bytes_per_second: float, remaining_seconds: float | None) -> str:
+    """This run's own rate, and the time left at it: what an earlier run did must be in neither."""
+    left = "" if remaining_seconds is None else f", {duration_text(remaining_seconds)} left"
+    return f"{rate_bytes_per_second / 1e9:.2f} GB/s{left}"
+
+
+class DownloadPace:
+    """The pace of a download, stage by stage; what was there when a stage was first told of does not count."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._started = 0.0
+        self._first_bytes = 0
+
+    def text(self, stage: str, done_bytes: int, total_bytes: int) -> str:
+        now = time.monotonic()
+        if stage != self._stage:
+            self._stage, self._started, self._first_bytes = stage, now, done_bytes
+        own_bytes, seconds = done_bytes - self._first_bytes, now - self._started
+        if own_bytes <= 0 or seconds <= 0:
+            return ""
+        return pace_text(own_bytes / seconds, (total_bytes - done_bytes) * seconds / own_bytes)
+
+
+def _pace_of(progress: Progress) -> str:
+    return pace_text(progress.rate_bytes_per_second, progress.remaining_seconds)
 
 
 class PlainProgress:
@@ -45,7 +67,7 @@ class PlainProgress:
         self._last = now
         checked = "check " if progress.stage == CHECK_STAGE else ""
         _say(
-            f"{checked}{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}, {pace_text(progress)},"
+            f"{checked}{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}, {_pace_of(progress)},"
             f" file {progress.num_done_units} of {progress.num_units} done: {progress.current_unit}"
         )
 
@@ -65,6 +87,7 @@ class BarProgress:
     def __init__(self, bar: Any, task: Any) -> None:
         self._bar = bar
         self._task = task
+        self._download = DownloadPace()
 
     def __call__(self, progress: Progress) -> None:
         self._bar.update(
@@ -73,11 +96,12 @@ class BarProgress:
             completed=progress.done_bytes,
             description=f"{'check ' if progress.stage == CHECK_STAGE else ''}"
             f"{progress.num_done_units}/{progress.num_units} {progress.current_unit}",
-            pace=pace_text(progress),
+            pace=_pace_of(progress),
         )
 
     def download(self, stage: str, file: str, done: int, total: int) -> None:
-        self._bar.update(self._task, total=total, completed=done, description=f"{stage} {file}", pace="")
+        pace = self._download.text(stage, done, total)
+        self._bar.update(self._task, total=total, completed=done, description=f"{stage} {file}", pace=pace)
 
 
 @contextmanager

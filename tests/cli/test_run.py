@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from memopt.cli import run
 from memopt.cli.run import BarProgress, PlainProgress, error_text, report
 from memopt.compressor.ledger import LARGEST_FIGURE, ErrorSummary
 from memopt.compressor.pipeline import RunResult
@@ -41,6 +42,20 @@ def test_a_check_is_called_one(stage: Any, first: str, capsys: pytest.CaptureFix
     BarProgress(bar, 0)(progress)
     assert capsys.readouterr().err.startswith(first)
     assert bar.fields["description"].startswith("check ") == (stage == CHECK_STAGE)
+
+
+def test_a_resumed_download_is_not_faster_than_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+    bar = Bar()
+    progress = BarProgress(bar, 0)
+    progress.download("download", "a", 8 * 10**9, 12 * 10**9)
+    assert bar.fields["pace"] == ""
+    now[0] += 2
+    progress.download("download", "a", 9 * 10**9, 12 * 10**9)
+    assert bar.fields["pace"].startswith("0.50 GB/s, 6")
+    progress.download("verify", "a", 10**9, 12 * 10**9)
+    assert bar.fields["pace"] == "", "another stage has its own start"
 
 
 def test_the_rate_at_the_end_leaves_out_what_an_earlier_run_read(capsys: pytest.CaptureFixture[str]) -> None:

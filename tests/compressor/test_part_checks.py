@@ -10,7 +10,7 @@ from tiny_checkpoints import make_tensors, tiny_config, write_checkpoint
 from tiny_plans import checkpoint_of
 
 import memopt
-from memopt.compressor import tensor_work
+from memopt.compressor.quantize.backend import CpuBackend
 from memopt.errors import MemoptError, NonFiniteError, ShapeError
 
 OPTIONS = memopt.PlanOptions(tensor_parallel=1)
@@ -59,7 +59,7 @@ def test_native_int4_that_cannot_be_expanded(
     ending: str, value: torch.Tensor, error: type[MemoptError], by: str, chunk_bytes: int,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(tensor_work, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(CpuBackend, "chunk_bytes", chunk_bytes)
     source, name = spoilt(tmp_path, "kimi-k2.6-int4", ending, value)
     with pytest.raises(error) as caught:
         memopt.compress(source, tmp_path / "out", recipe=by, options=OPTIONS, device="cpu")

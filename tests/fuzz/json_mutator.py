@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from typing import Any
 
 _LENGTH_SIZE_BYTES = 8
@@ -45,12 +46,12 @@ def _change(place: Any, choose: random.Random) -> None:
     if action == 0:
         del place[key]
     elif action == 1:
-        place[key] = place[choose.choice(keys)]
+        place[key] = deepcopy(place[choose.choice(keys)])
     elif action == 2 and isinstance(place, dict):
-        place[choose.choice(("", "x", "a\nb", "path", "size_bytes", "__metadata__"))] = below
+        place[choose.choice(("", "x", "a\nb", "path", "size_bytes", "__metadata__"))] = deepcopy(below)
     elif action == 3 and isinstance(place, list):
-        place.append(below)
+        place.append(deepcopy(below))
     elif action == 4 and isinstance(below, int) and not isinstance(below, bool):
         place[key] = below + choose.choice((-1, 1, 8, -8, 2**32))
     else:
-        place[key] = choose.choice(_VALUES)
+        place[key] = deepcopy(choose.choice(_VALUES))

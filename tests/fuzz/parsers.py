@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from memopt.cli.output import one_line
 from memopt.errors import MemoptError
 from memopt.manifests.bundle import parse_bundle, render_bundle
 from memopt.manifests.chunk_file import parse_chunks
@@ -133,7 +134,8 @@ def try_parser(name: str, raw: bytes) -> bool:
     try:
         PARSERS[name].read(raw)
     except MemoptError as problem:
-        if not problem.message or "\n" in str(problem) or len(str(problem)) > 4000:
-            raise AssertionError(f"not a clear line: {str(problem)!r:.300}") from problem
+        line = one_line(str(problem))
+        if not problem.message or not line.isprintable():
+            raise AssertionError(f"not a clear line: {line!r:.300}") from problem
         return False
     return True

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of every parser of outside bytes, with atheris: `python tests/fuzz/run.py --seconds 600`.
 
-The seconds are shared among the parsers. Prints the runs of each; a crash ends with exit code 1, its input in build/fuzz.
+The seconds are shared among the parsers. Prints the runs of each; a crash gives exit code 1, its input in build/fuzz.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _run_one(name: str, seconds: int, seeds: tuple[bytes, ...]) -> tuple[int, in
         )
         counts = re.findall(r"Done (\d+) runs", done.stderr)
         if done.returncode or not counts:
-            print(done.stderr[-4000:], file=sys.stderr)
+            print(done.stderr[-2000:], file=sys.stderr)
         return done.returncode or (not counts), int(counts[-1]) if counts else 0
 
 
