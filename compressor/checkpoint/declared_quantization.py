@@ -33,10 +33,10 @@ def declared_formats(quantization: dict[str, Any] | None) -> frozenset[str]:
         return frozenset({FP8})
     if method != COMPRESSED_TENSORS:
         return frozenset({str(method)})
-    known = {("float", E4M3_BITS): FP8, ("int", INT4_BITS): INT4}
+    known = {f"float{E4M3_BITS}": FP8, f"int{INT4_BITS}": INT4}
     kinds = [(table.get("type"), table.get("num_bits")) for table in weight_arguments(quantization)]
-    named = [kind for kind in kinds if isinstance(kind[0], str) and isinstance(kind[1], int)]
-    return frozenset(known.get(kind, f"{kind[0]}{kind[1]}") for kind in named)
+    named = [f"{kind}{bits}" for kind, bits in kinds if isinstance(kind, str) and isinstance(bits, int)]
+    return frozenset(known.get(name, name) for name in named)
 
 
 def declared_block(config: ModelConfig) -> tuple[int, int]:
