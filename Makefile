@@ -15,7 +15,7 @@ BENCH_MEMORY_GIB ?= 1 8
 BENCH_FOLDER ?=
 BENCH_PLACE = $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER))
 
-.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality test-vllm clean
+.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify fuzz test-vllm clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -80,6 +80,17 @@ bench-search: $(VENV)/.test
 
 bench-quality: $(VENV)/.test
 	$(BIN)/python benchmarks/perplexity.py
+
+# The verifier and the loader, against sha256sum, hashlib and verify-then-load_file.
+bench-verify: $(VENV)/.test
+	$(BIN)/python benchmarks/verify.py
+	$(BIN)/python benchmarks/load.py
+
+# Coverage-guided fuzzing of every parser of outside bytes (atheris).
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.test
+	$(PIP) -e '.[fuzz]'
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 # Optional: vLLM's CPU build, in a virtual environment of its own (gigabytes).
 test-vllm: $(VENV)/.test
