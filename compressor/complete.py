@@ -13,13 +13,15 @@ from memopt.compressor.balance import check_sizes
 from memopt.compressor.checkpoint.disk_errors import read_error
 from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.ledger import ErrorSummary, ledger_line, ledger_row
+from memopt.compressor.output_folder import entries_of
 from memopt.compressor.plan import Plan
 from memopt.compressor.progress import CHECK_STAGE, ProgressCallback, ProgressMeter
 from memopt.compressor.recheck import recorded_tensors, require_outputs, require_sources
 from memopt.compressor.release_file import render_release
 from memopt.compressor.units import Unit
-from memopt.errors import ContentError, MemoptError, SourceChangedError
-from memopt.manifests.file_roles import LEDGER_NAME
+from memopt.errors import ContentError, LayoutError, MemoptError, SourceChangedError
+from memopt.manifests.file_names import CHUNKS_NAME, MANIFEST_NAME, SUMS_NAME, is_signature_name
+from memopt.manifests.file_roles import LEDGER_NAME, QUALITY_NAMES
 from memopt.manifests.release_description import RELEASE_NAME
 from memopt.manifests.safetensors_header import read_header
 from memopt.manifests.workers import run_workers
@@ -43,6 +45,7 @@ def require_complete(
     """
     try:
         check_sizes(out, sizes)
+        _require_no_others(out, sizes)
         errors = _require_small_files(plan, out, fingerprint)
         is_folder = plan.identity.kind == "folder"
         with (
@@ -61,6 +64,18 @@ def require_complete(
     except ContentError as problem:
         raise _with_remedy(problem, f"remove {out} and run the same command again") from None
     return errors
+
+
+def _require_no_others(out: Path, sizes: Mapping[str, int]) -> None:
+    """LayoutError for a file that neither compress nor a signing made: the next signing would vouch for it."""
+    made_later = {CHUNKS_NAME, MANIFEST_NAME, SUMS_NAME, *QUALITY_NAMES}
+    for name in sorted(entries_of(out) - set(sizes) - made_later):
+        if not is_signature_name(name):
+            raise LayoutError(
+                "lies in the finished release, but nothing of memopt made it",
+                file=name,
+                remedy=f"move it out of {out}",
+            )
 
 
 def _with_remedy(problem: MemoptError, remedy: str) -> MemoptError:

@@ -187,6 +187,8 @@ def _run_units(
     meter: ProgressMeter,
 ) -> dict[int, ErrorsByRole]:
     cancelled = threading.Event()
+    # A unit that waits for the disk to take its last bytes does not keep a core from the next one.
+    working = threading.BoundedSemaphore(workers)
 
     def run(unit: Unit) -> ErrorsByRole:
         def advance(num_bytes: int) -> None:
@@ -196,11 +198,11 @@ def _run_units(
 
         if cancelled.is_set():
             raise _CancelledError
-        errors_by_role = _write_unit(unit, TensorWorker(reader, backend, advance), workspace)
+        errors_by_role = _write_unit(unit, TensorWorker(reader, backend, advance), workspace, working)
         meter.finish_unit(unit.file_name)
         return errors_by_role
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="memopt-unit") as pool:
+    with ThreadPoolExecutor(2 * workers, thread_name_prefix="memopt-unit") as pool:
         futures = {pool.submit(run, unit): unit.number for unit in todo}
         try:
             _wait(set(futures))
@@ -217,10 +219,16 @@ def _wait(futures: set[Future[ErrorsByRole]]) -> None:
             future.result()
 
 
-def _write_unit(unit: Unit, worker: TensorWorker, workspace: Workspace) -> ErrorsByRole:
-    """Make one output file and publish it; its error figures. The lines go to disk, not into the result."""
+def _write_unit(
+    unit: Unit, worker: TensorWorker, workspace: Workspace, working: threading.BoundedSemaphore
+) -> ErrorsByRole:
+    """Make one output file and publish it; its error figures. The lines go to disk, not into the result.
+
+    `working` is held while tensors are worked on, and let go before the file is flushed.
+    """
     with UnitFile(workspace.temporary(unit.file_name), unit.header, unit.layout) as file:
-        results = [worker.run(plan, file) for plan in unit.tensors]
+        with working:
+            results = [worker.run(plan, file) for plan in unit.tensors]
         written = file.finish()
     placed = {header.name: header for header in unit.layout}
     lines: list[bytes] = []

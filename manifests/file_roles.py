@@ -19,6 +19,9 @@ _TOKENIZER = re.compile(
 )
 _RANK_FOLDER = re.compile(r"tp[1-9][0-9]{0,3}/rank-(0|[1-9][0-9]{0,3})/")
 
+# What an evaluation adds to a release.
+QUALITY_NAMES = frozenset({"quality.json", "report.html"})
+
 
 def is_code(path: str) -> bool:
     """Whether loading the file may run code that comes with the release."""
@@ -42,7 +45,7 @@ def role_of(path: str) -> str:
         return "code"
     if path == LEDGER_NAME:
         return "ledger"
-    if path in {"quality.json", "report.html"}:
+    if path in QUALITY_NAMES:
         return "quality"
     if name.endswith(".jinja") or name == "chat_template.json":
         return "template"

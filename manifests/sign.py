@@ -225,8 +225,10 @@ def _check_parts(root_fd: int, sizes: Mapping[str, int], jobs: int) -> tuple[Rel
     if description.ledger_sha256 is not None and LEDGER_NAME not in sizes:
         raise LayoutError("is missing: release.json names it", file=LEDGER_NAME, remedy="compress again")
     code = check_code(sizes, source, sizes, allow_code=False)
-    notes = tuple(f"{error.file} is or names code: verifiers need allow_code in their policy" for error in code)
-    return description, notes
+    notes = [f"{error.file} is or names code: verifiers need allow_code in their policy" for error in code]
+    others = [name for name in sizes if role_of(name) == "other" and name != RELEASE_NAME]
+    notes += [f"{name} is signed too, though it has no known place in a release" for name in others]
+    return description, tuple(notes)
 
 
 def _ledger_watch(root_fd: int, sizes: Mapping[str, int]) -> dict[str, WatchCallback]:

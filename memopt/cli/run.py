@@ -138,18 +138,21 @@ def report(command: str, result: RunResult, next_step: str, *, as_json: bool) ->
         print_verdict(command, asdict(result) | {"out": str(result.out)})
         return
     if result.was_complete:
-        click.echo(f"{result.out} is complete already: {size_text(result.total_size_bytes)}; nothing was done")
+        click.echo(
+            f"{result.out} is complete already: {size_text(result.total_size_bytes)}, every byte as the ledger says"
+        )
     else:
         resumed = f", {result.num_resumed_units} of them from an interrupted run" if result.num_resumed_units else ""
         own_size_bytes = result.input_size_bytes - result.resumed_size_bytes
         rate = own_size_bytes / 1e9 / max(result.seconds, 1e-9)
-        click.echo(f"made        {result.out}: {result.num_units} weight files{resumed}")
+        plural = "" if result.num_units == 1 else "s"
+        click.echo(f"made        {result.out}: {result.num_units} weight file{plural}{resumed}")
         click.echo(
             f"size        {size_text(result.input_size_bytes)} -> {size_text(result.weights_size_bytes)} of weights"
         )
         click.echo(f"time        {duration_text(result.seconds)}, {rate:.2f} GB/s of source")
         for role, figures in result.errors_by_role.items():
-            click.echo(f"error       {role}: {error_text(figures)}")
+            click.echo(f"rounding    {role}: {error_text(figures)}")
     if result.root_digest is not None:
         click.echo(f"signed      root digest {result.root_digest}")
     for note in result.sign_notes:

@@ -30,7 +30,7 @@ def test_the_end_says_what_where_how_big_and_what_next(source: Path, tmp_path: P
     assert lines[0] == f"made        {out}: 10 weight files"
     assert re.fullmatch(r"size        [\d.,]+ MiB \([\d.,]+ MB\) -> .* of weights", lines[1])
     assert re.fullmatch(r"time        .*, [\d.]+ GB/s of source", lines[2])
-    assert re.fullmatch(r"error       routed_expert: relative MSE 0\.\d+, largest .*, clipped .*%", lines[3])
+    assert re.fullmatch(r"rounding    routed_expert: relative MSE 0\.\d+, largest .*, clipped .*%", lines[3])
     assert lines[4] == f"next        memopt sign {out} --key release.pem"
     assert len(lines) == 5
     again = invoke("compress", source, out, *FLAGS)

@@ -24,7 +24,14 @@ from memopt.compressor.pipeline import run_plan
 from memopt.compressor.progress import Progress
 from memopt.compressor.quantize.backend import CpuBackend
 from memopt.compressor.source_identity import SourceIdentity
-from memopt.errors import ContentError, InterruptedRunError, OutputError, SizeMismatchError, SourceChangedError
+from memopt.errors import (
+    ContentError,
+    InterruptedRunError,
+    LayoutError,
+    OutputError,
+    SizeMismatchError,
+    SourceChangedError,
+)
 
 
 @pytest.fixture(scope="session")
@@ -261,3 +268,13 @@ def test_a_dropped_tensor_has_its_line_too(tmp_path: Path) -> None:
     with pytest.raises(ContentError, match="its line is not the planned one") as caught:
         compress(source, out)
     assert caught.value.tensor == name
+
+
+def test_a_stray_file_in_a_finished_release_is_named(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "glm-5.2-fp8")
+    options = memopt.PlanOptions(tensor_parallel=1)
+    memopt.compress(source, tmp_path / "out", recipe="copy", options=options)
+    (tmp_path / "out" / "extra.txt").write_text("x")
+    with pytest.raises(LayoutError, match="nothing of memopt made it") as caught:
+        memopt.compress(source, tmp_path / "out", recipe="copy", options=options)
+    assert caught.value.file == "extra.txt"

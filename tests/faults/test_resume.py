@@ -40,8 +40,8 @@ def interrupt(source: Path, out: Path, **options: object) -> set[str]:
     with pytest.raises(Stop):
         compress(source, out, progress=stop, **options)
     finished = finished_units(out)
-    # A unit may finish between the callback's fault and the end of the run.
-    assert NUM_UNITS_BEFORE_STOP <= len(finished) <= NUM_UNITS_BEFORE_STOP + 2
+    # Those whose last bytes wait for the disk (one a worker) and those in work may still finish.
+    assert NUM_UNITS_BEFORE_STOP <= len(finished) <= NUM_UNITS_BEFORE_STOP + 4
     return finished
 
 
