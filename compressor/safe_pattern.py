@@ -7,6 +7,7 @@ outside, so a pattern is read only while its worst case on a name of a model is 
 from __future__ import annotations
 
 import re
+import warnings
 
 MAX_PATTERN_LENGTH = 500
 # Tensor names of the supported models have about 80 letters.
@@ -65,7 +66,9 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise ValueError(f"a pattern of {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are read")
     try:
-        compiled = re.compile(pattern)
+        # A set like "[[a]" is read as today; Python's notice of a future meaning is not the user's business.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as problem:
         raise ValueError(f"{pattern!r} is not a regular expression: {problem}") from None
     try:
