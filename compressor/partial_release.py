@@ -44,8 +44,8 @@ class PartialRelease:
         with disk_errors(f"cannot use {self.root}"):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.root.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise OutputError(f"{self.root} is a link, or somebody else's", remedy="remove it")
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise OutputError(f"{self.root} is a link, somebody else's, or open to others", remedy="remove it")
             descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             try:

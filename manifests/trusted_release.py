@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -206,9 +207,11 @@ def load_trusted(root_fd: int, policy: TrustPolicy, now: int | None = None) -> T
 def check_tree(tree: Tree, release: TrustedRelease, policy: TrustPolicy) -> list[MemoptError]:
     """What lies on disk that nobody signed, links and special files; missing files are not looked for."""
     known = release.digests.keys() | release.signatures.keys()
+    # A link in place of a folder that holds signed files would hide them behind files that nobody signed.
+    folders = {name[: place.start()] for name in known for place in re.finditer("/", name)}
 
     def is_allowed(name: str) -> bool:
-        return name not in known and policy.allows_extra(name)
+        return name not in known and name not in folders and policy.allows_extra(name)
 
     return [
         *(error for error in tree.problems if not is_allowed(error.file or ".")),

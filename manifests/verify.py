@@ -171,9 +171,11 @@ class _Verification:
 
         `unusable`: files with a finding already.
         """
-        for error in check_tree(tree, release, self._policy):
+        problems = check_tree(tree, release, self._policy)
+        for error in problems:
             self.add(error)
-        blocked = {problem.file or "" for problem in tree.problems}
+        # Only places with a finding of their own: one that the policy waives hides no missing file.
+        blocked = {problem.file or "" for problem in tree.problems if problem in problems}
         sizes: dict[str, int] = {}
         for name in sorted(release.digests):
             status = tree.files.get(name)
@@ -255,6 +257,10 @@ class _Verification:
         release = self._release
         manifest = release.manifest if release is not None else None
         num_files = len(release.digests) if release is not None else 0
+        if not self._findings.findings and not self._options.quick and len(self._verified) != self._num_needed:
+            # Whatever let a file slip past every stage: a release is whole only if every needed byte was hashed.
+            message = f"{len(self._verified)} of {self._num_needed} files were verified"
+            self.add(LayoutError(message, remedy="remove links and special files from the release"))
         exit_code = self._findings.exit_code
         return Verdict(
             is_ok=exit_code == 0,

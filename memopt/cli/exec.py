@@ -11,7 +11,7 @@ import sys
 import click
 
 from memopt.cli.hash_progress import HashProgress
-from memopt.cli.output import refusals
+from memopt.cli.output import echo_quietly, refusals
 from memopt.cli.termination_log import termination_log_option, termination_message
 from memopt.cli.trust_options import jobs_option, load_trust, trust_options
 from memopt.cli.verify import print_findings, summary_lines
@@ -58,9 +58,12 @@ def exec_command(
     so does an argument that is DIR itself. With --stage there must be one.
 
     Without --stage CMD opens the files anew, by path: use it only where nobody can write to DIR, as on a read-only
-    mount. A DEST that exists is served again if it is a private, unchanged copy of the release in DIR.
+    mount. --rank needs --stage: what other ranks need in DIR is not verified, and CMD would see it. A DEST that exists
+    is served again if it is a private, unchanged copy of the release in DIR.
     """
     with refusals("exec", as_json=False):
+        if rank is not None and dest is None:
+            raise UsageError("--rank leaves files in DIR unverified that CMD would see", remedy="add --stage DEST")
         program = shutil.which(command[0])
         if program is None:
             raise UsageError(f"there is no command {command[0]!r}", remedy="check CMD and PATH")
@@ -77,11 +80,11 @@ def exec_command(
                 if not verdict.is_ok:
                     message.update(verdict_fields(verdict, "exec"))
                     print_findings("exec", verdict)
-                    click.echo("memopt exec: refused, CMD was not started", err=True)
+                    echo_quietly("memopt exec: refused, CMD was not started", err=True)
                     sys.exit(verdict.exit_code)
                 # Standard output belongs to CMD.
                 for line in summary_lines(verdict):
-                    click.echo(line, err=True)
+                    echo_quietly(line, err=True)
         sys.stdout.flush()
         sys.stderr.flush()
         # Python ignores these two, and an ignored signal stays ignored through exec.
@@ -130,4 +133,4 @@ def _stage(folder: str, dest: str, trust: TrustPolicy, options: VerifyOptions) -
 
     with open_release(folder, policy=trust, jobs=options.jobs, allow_linked_root=options.allow_linked_root) as release:
         path = stage(release, dest, rank=None if options.ranks is None else options.ranks[0])
-    click.echo(f"staged      verified bytes of {folder} in {path}", err=True)
+    echo_quietly(f"staged      verified bytes of {folder} in {path}", err=True)

@@ -14,6 +14,7 @@ import click
 
 from memopt.errors import ExitCode, InterruptedRunError, MemoptError, MemoptIOError
 
+TRUST_COMMANDS = {"verify", "exec", "sign", "push", "pull"}
 VERDICT_SCHEMA = "memopt.verdict/1"
 SIGTERM_EXIT = 128 + signal.SIGTERM
 
@@ -65,9 +66,18 @@ def refuse(command: str, error: MemoptError, *, as_json: bool, exit_code: int) -
             "tensor": error.tensor,
             "file": error.file,
         }
-        click.echo(json.dumps(verdict))
-    click.echo(f"{f'memopt {command}'.strip()}: {error.code}: {one_line(str(error))}", err=True)
+        echo_quietly(json.dumps(verdict))
+    echo_quietly(f"{f'memopt {command}'.strip()}: {error.code}: {one_line(str(error))}", err=True)
     sys.exit(exit_code)
+
+
+def echo_quietly(text: str, *, err: bool = False) -> None:
+    """Print a line; a reader that went away (`| head`) changes nothing, least of all the exit code of a refusal."""
+    stream = sys.stderr if err else sys.stdout
+    try:
+        click.echo(text, err=err)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -93,8 +103,10 @@ def refusals(command: str, *, as_json: bool) -> Iterator[None]:
         refuse(command, stopped, as_json=as_json, exit_code=code)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(int(ExitCode.OK))
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        # Success must have been said to count where trust is decided: a pipe that closed is none.
+        sys.exit(int(ExitCode.IO if command in TRUST_COMMANDS else ExitCode.OK))
     except OSError as problem:
         failed = MemoptIOError(problem.strerror or str(problem), file=str(problem.filename or "") or None)
         refuse(command, failed, as_json=as_json, exit_code=int(failed.exit_code))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.options import json_option
-from memopt.cli.output import duration_text, one_line, refusals, size_text
+from memopt.cli.output import duration_text, echo_quietly, one_line, refusals, size_text
 from memopt.cli.termination_log import termination_log_option, termination_message
 from memopt.cli.trust_options import jobs_option, load_trust, trust_options
 
@@ -65,10 +65,10 @@ def verify_command(
         fields = verdict_fields(verdict)
         message.update(fields)
         if as_json:
-            click.echo(json.dumps(fields))
+            echo_quietly(json.dumps(fields))
         elif verdict.is_ok:
             for line in summary_lines(verdict):
-                click.echo(line)
+                echo_quietly(line)
         if not verdict.is_ok:
             print_findings("verify", verdict)
     sys.exit(verdict.exit_code)
@@ -101,6 +101,6 @@ def print_findings(command: str, verdict: Verdict) -> None:
     """Every finding on a line of standard error, those that gave the exit code first."""
     ordered = sorted(verdict.findings, key=lambda finding: finding.exit_code != verdict.exit_code)
     for finding in ordered[:MAX_PRINTED_LINES]:
-        click.echo(finding_line(command, finding), err=True)
+        echo_quietly(finding_line(command, finding), err=True)
     if len(ordered) > MAX_PRINTED_LINES:
-        click.echo(f"memopt {command}: {len(ordered) - MAX_PRINTED_LINES:,} more findings, see --json", err=True)
+        echo_quietly(f"memopt {command}: {len(ordered) - MAX_PRINTED_LINES:,} more findings, see --json", err=True)

@@ -13,7 +13,7 @@ from release_files import contents, policy_json
 from signing_keys import fixed_key
 from tiny_releases import IDENTITY, KEY, SHARDS, flip_byte, signed_release
 
-from cli.invoke import invoke
+from cli.invoke import MEMOPT, invoke
 from memopt.manifests.verdict import Finding, Verdict
 from memopt.manifests.verdict_json import MAX_TERMINATION_BYTES, short_json, verdict_fields
 
@@ -166,3 +166,18 @@ def test_a_read_only_folder(folder: Path, key: Path) -> None:
     assert invoke("verify", folder, "--key", key).code == 0
     folder.chmod(0o755)
     assert os.stat(folder).st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize("command", [("verify",), ("verify", "--json"), ("exec",)])
+def test_a_closed_pipe_does_not_make_a_refusal_a_success(folder: Path, key: Path, command: tuple[str, ...]) -> None:
+    for number in range(2000):
+        (folder / f"unlisted-{number:04d}-{'x' * 100}.json").touch()
+    tail = ["--", "true"] if command[0] == "exec" else []
+    arguments = [*command[:1], str(folder), *command[1:], "--key", str(key), *tail]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run([MEMOPT, *arguments], stdout=write_end, stderr=write_end, timeout=60, check=False)
+    finally:
+        os.close(write_end)
+    assert done.returncode == 6

@@ -362,3 +362,23 @@ def test_a_release_that_model_signing_signed(big: Path, tmp_path: Path, jobs: in
     flip_byte(folder / SHARDS[0], -1)
     flip_byte(folder / SHARDS[1], 0)
     assert set(found(check(folder))) == {(4, SHARDS[1])}
+
+
+@pytest.mark.parametrize("allowed", ["extras", "extras/deep", "extras/deep/x.json"])
+def test_a_link_in_place_of_a_signed_folder_is_no_allowed_extra(small: Path, tmp_path: Path, allowed: str) -> None:
+    (small / "extras" / "deep").mkdir(parents=True)
+    (small / "extras" / "deep" / "x.json").write_text('{"good": 1}')
+    sign_anyway(small)
+    evil = tmp_path / "evil" / "deep"
+    evil.mkdir(parents=True)
+    (evil / "x.json").write_text('{"evil": 1}')
+    policy = key_policy(allowed_extra_paths=(allowed,))
+    assert check(small, policy).is_ok
+    for place, target in ((small / "extras", evil.parent), (small / "extras" / "deep", evil)):
+        shutil.copytree(small, tmp_path / "before")
+        shutil.rmtree(place)
+        place.symlink_to(target)
+        verdict = check(small, policy)
+        assert (verdict.is_ok, verdict.exit_code) == (False, 6)
+        shutil.rmtree(small)
+        shutil.move(tmp_path / "before", small)
