@@ -104,11 +104,6 @@ def _is_plain(name: str) -> bool:
     return is_plain_file_name(name)
 
 
-def is_metadata_file(name: str, *, allow_code: bool = False) -> bool:
-    """Whether a source file of this name is copied byte for byte."""
-    return skip_reason(name, allow_code=allow_code) is None
-
-
 def sort_small_files(
     files: Iterable[SourceFile], *, weights: Collection[str], allow_code: bool
 ) -> tuple[tuple[SourceFile, ...], tuple[SkippedFile, ...]]:

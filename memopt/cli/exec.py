@@ -94,13 +94,14 @@ def exec_command(
 
 
 def served_command(command: tuple[str, ...], folder: str, served: str) -> list[str]:
-    """`command` with the folder to serve in place of {}, of NAME={}, and of `folder` itself."""
+    """`command` with the folder to serve in place of {} and of `folder` itself, alone or as NAME={} and NAME=folder."""
 
     def replace(argument: str) -> str:
         if argument in {PLACEHOLDER, folder}:
             return served
-        if argument.endswith("=" + PLACEHOLDER):
-            return argument.removesuffix(PLACEHOLDER) + served
+        for place in (PLACEHOLDER, folder):
+            if argument.endswith("=" + place):
+                return argument.removesuffix(place) + served
         return argument
 
     return [command[0], *(replace(argument) for argument in command[1:])]

@@ -108,3 +108,5 @@ def test_what_is_replaced() -> None:
     expected = ["serve", "/s", "/s", "--m=/s", "x{}", "{}x", '{"a":{}}', "DIR/x"]
     assert served_command(command, "DIR", "/s") == expected
     assert served_command(("DIR", "x"), "DIR", "/s") == ["DIR", "x"]
+    # The unverified original never stands beside the copy under another spelling.
+    assert served_command(("x", "--model=DIR", "--model=DIR2"), "DIR", "/s") == ["x", "--model=/s", "--model=DIR2"]
