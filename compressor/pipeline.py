@@ -34,6 +34,7 @@ from memopt.errors import DiskFullError, InterruptedRunError, SourceChangedError
 from memopt.manifests.file_roles import LEDGER_NAME
 from memopt.manifests.release_description import RELEASE_NAME
 from memopt.manifests.safetensors_index import INDEX_NAME
+from memopt.manifests.workers import StartGate
 
 POLL_SECONDS = 0.2
 
@@ -58,10 +59,6 @@ class RunResult:
     was_complete: bool
     root_digest: str | None = None
     sign_notes: tuple[str, ...] = ()
-
-
-class _CancelledError(Exception):
-    """Raised inside workers once another one has failed."""
 
 
 def planned_sizes(plan: Plan) -> dict[str, int]:
@@ -186,28 +183,27 @@ def _run_units(
     workers: int,
     meter: ProgressMeter,
 ) -> dict[int, ErrorsByRole]:
-    cancelled = threading.Event()
+    gate = StartGate()
     # A unit that waits for the disk to take its last bytes does not keep a core from the next one.
     working = threading.BoundedSemaphore(workers)
 
     def run(unit: Unit) -> ErrorsByRole:
         def advance(num_bytes: int) -> None:
-            if cancelled.is_set():
-                raise _CancelledError
+            gate.check()
             meter.advance(num_bytes, unit.file_name)
 
-        if cancelled.is_set():
-            raise _CancelledError
+        gate.enter()
         errors_by_role = _write_unit(unit, TensorWorker(reader, backend, advance), workspace, working)
         meter.finish_unit(unit.file_name)
         return errors_by_role
 
     with ThreadPoolExecutor(2 * workers, thread_name_prefix="memopt-unit") as pool:
-        futures = {pool.submit(run, unit): unit.number for unit in todo}
         try:
+            futures = {pool.submit(run, unit): unit.number for unit in todo}
+            gate.open()
             _wait(set(futures))
         finally:
-            cancelled.set()
+            gate.stop()
     return {number: future.result() for future, number in futures.items()}
 
 

@@ -18,6 +18,37 @@ class StoppedError(Exception):
     """Raised inside a worker once another one has failed."""
 
 
+class StartGate:
+    """Holds threads back until all of them are started, and tells them to stop.
+
+    Ctrl-C can break off `Thread.start` (or an executor's `submit`) when the new thread runs already and nobody has
+    noted it: without a gate it would work on, and report its progress, after everybody else has ended.
+    """
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self._is_stopped = False
+
+    def open(self) -> None:
+        """Let the threads work."""
+        self._opened.set()
+
+    def stop(self) -> None:
+        """Make every `enter` and `check` from now on raise StoppedError."""
+        self._is_stopped = True
+        self._opened.set()
+
+    def enter(self) -> None:
+        """Wait until the gate is open. StoppedError."""
+        self._opened.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Call now and then. StoppedError."""
+        if self._is_stopped:
+            raise StoppedError
+
+
 def default_jobs() -> int:
     """One thread for each core that this process may use, at most 32: more is faster than any storage."""
     return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_JOBS)
@@ -38,39 +69,39 @@ def run_workers(
         return
     queue = iter(items)
     lock = threading.Lock()
-    stop = threading.Event()
+    gate = StartGate()
     failures: list[BaseException] = []
 
-    def check() -> None:
-        if stop.is_set():
-            raise StoppedError
-
     def loop() -> None:
-        buffer = memoryview(bytearray(BUFFER_SIZE_BYTES))
         try:
-            while not stop.is_set():
+            gate.enter()
+            buffer = memoryview(bytearray(BUFFER_SIZE_BYTES))
+            while True:
+                gate.check()
                 with lock:
-                    item = next(queue, stop)
-                if item is stop:
+                    item = next(queue, gate)
+                if item is gate:
                     return
-                work(item, buffer, check)  # type: ignore[arg-type]  # `stop` is the end, all else are items
+                work(item, buffer, gate.check)  # type: ignore[arg-type]  # the gate is the end, all else are items
         except StoppedError:
             pass
         except BaseException as failure:  # noqa: BLE001 - raised again by the caller's thread
             failures.append(failure)
-            stop.set()
+            gate.stop()
 
     threads = [threading.Thread(target=loop, name=f"memopt-hash-{n}", daemon=True) for n in range(num_threads)]
+    started: list[threading.Thread] = []
     try:
         for thread in threads:
             thread.start()
+            started.append(thread)
+        gate.open()
         for thread in threads:
             thread.join()
     finally:
-        stop.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        gate.stop()
+        for thread in started:
+            thread.join()
     if failures:
         raise failures[0]
 

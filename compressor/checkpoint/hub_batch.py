@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Literal, TypeVar
 
 from memopt.compressor.checkpoint.hub_types import HubFile, HubProgress, ProgressCallback
+from memopt.manifests.workers import StartGate
 
 T = TypeVar("T")
 
@@ -53,9 +54,17 @@ def run_batch(
 
     Results come in the order of `files`.
     """
+    gate = StartGate()
+
+    def run(file: HubFile) -> T:
+        gate.enter()
+        return work(file)
+
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="memopt-hub") as pool:
-        futures = [pool.submit(work, file) for file in files]
+        futures: list[Future[T]] = []
         try:
+            futures += [pool.submit(run, file) for file in files]
+            gate.open()
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             # The one that failed first, not one that was stopped because of it.
             failed = [future for future in futures if future in done and future.exception() is not None]
@@ -65,6 +74,7 @@ def run_batch(
             # Ctrl-C too: the pool waits for its threads, so they must be told to end.
             if stop is not None:
                 stop.set()
+            gate.stop()
             for future in futures:
                 future.cancel()
             raise

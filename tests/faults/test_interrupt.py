@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -84,6 +85,31 @@ def test_ctrl_c_outside_the_units_says_the_same(
             compress(source, out)
         refused = invoke("compress", source, out, *FLAGS)
     assert (refused.code, "keeps every finished unit" in refused.refusal) == (130, True)
+    compress(source, out)
+    assert tree(out) == reference
+
+
+def test_ctrl_c_while_threads_are_started_leaves_none_at_work(
+    source: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that nobody has noted must not write, or report progress, after the refusal."""
+    out = tmp_path / "out"
+    start = threading.Thread.start
+    unnoted: list[threading.Thread] = []
+    reports: list[object] = []
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("memopt-unit"):
+            unnoted.append(thread)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted_start)
+        with pytest.raises(InterruptedRunError, match="keeps every finished unit"):
+            compress(source, out, progress=reports.append)
+    unnoted[0].join(5)
+    assert (len(unnoted), unnoted[0].is_alive(), reports, finished_units(out)) == (1, False, [], set())
     compress(source, out)
     assert tree(out) == reference
 

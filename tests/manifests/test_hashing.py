@@ -120,3 +120,22 @@ def test_the_first_failure_stops_all_workers() -> None:
         run_workers(range(8), work, 2)
     assert done == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("memopt-hash")]
+
+
+def test_ctrl_c_while_threads_are_started_leaves_none_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread runs already when its `start` is broken off, and nobody knows of it."""
+    start = threading.Thread.start
+    broken_off: list[threading.Thread] = []
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "memopt-hash-1":
+            broken_off.append(thread)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    done: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(range(8), lambda item, _buffer, _check: done.append(item), 4)
+    broken_off[0].join(5)
+    assert (done, broken_off[0].is_alive()) == ([], False)
