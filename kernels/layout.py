@@ -57,3 +57,38 @@ F32_MAX_BITS = 0x7F7FFFFF
 LOAD_WORD_BITS = 64
 FP8_PER_LOAD_WORD = LOAD_WORD_BITS // E4M3_BITS
 BF16_PER_LOAD_WORD = LOAD_WORD_BITS // BF16_BITS
+
+# The planar form of INT4 words that the GEMM kernels read (docs/kernels.md, "Planar words"): along `in`, a block of
+# 256 codes is 32 words; word i holds code 32 * j + i of the block in nibble j. One load gives eight rows of 32 codes.
+PLANAR_BLOCK_CODES = 256
+PLANAR_BLOCK_WORDS = PLANAR_BLOCK_CODES // CODES_PER_WORD
+
+# KV cache: pages of tokens, shared by every pool of a layer (latent or heads, scales, rope, indexer).
+PAGE_TOKENS = 64
+# A slot (page * PAGE_TOKENS + position in page) below zero is padding: it is never written and never read.
+PADDING_SLOT = -1
+
+# MLA: the latent and the rotary part of the one shared key of a token (GLM-5.x, Kimi K2, DeepSeek V3), in elements.
+MLA_LATENT_SIZE = 512
+MLA_ROPE_SIZE = 64
+MLA_KEY_SIZE = MLA_LATENT_SIZE + MLA_ROPE_SIZE
+
+# KV format fp8_ds_mla (FlashMLA README; vLLM v1/attention/backends/mla/flashmla_sparse.py), bytes of one token:
+# 512 e4m3 latent | 4 float32 scales, one per 128 latent elements | 64 BF16 rope.
+DS_MLA_SCALE_GROUP = 128
+DS_MLA_NUM_SCALES = MLA_LATENT_SIZE // DS_MLA_SCALE_GROUP
+DS_MLA_SCALES_OFFSET_BYTES = MLA_LATENT_SIZE
+DS_MLA_ROPE_OFFSET_BYTES = DS_MLA_SCALES_OFFSET_BYTES + DS_MLA_NUM_SCALES * (F32_BITS // BITS_PER_BYTE)
+DS_MLA_TOKEN_BYTES = DS_MLA_ROPE_OFFSET_BYTES + MLA_ROPE_SIZE * (BF16_BITS // BITS_PER_BYTE)
+
+# DSA indexer cache: 128 e4m3 and one float32 scale (a power of two) a token. A page holds the values of its 64 tokens
+# first, then their 64 scales (vLLM models/deepseek_v32/common/kernels.py; SGLang: uint8 [pages, 64 * 132]).
+INDEXER_KEY_SIZE = 128
+INDEXER_SCALE_BYTES = F32_BITS // BITS_PER_BYTE
+INDEXER_TOKEN_BYTES = INDEXER_KEY_SIZE + INDEXER_SCALE_BYTES
+INDEXER_PAGE_SCALES_OFFSET_BYTES = PAGE_TOKENS * INDEXER_KEY_SIZE
+INDEXER_PAGE_BYTES = PAGE_TOKENS * INDEXER_TOKEN_BYTES
+
+# Page tags: one 64-bit number a physical page, unique over the life of the process; 0 is never given out.
+PAGE_TAG_BYTES = 8
+NO_TAG = 0

@@ -1,0 +1,1 @@
+"""Paged decode attention: MLA, GQA, and sparse MLA with its indexer."""

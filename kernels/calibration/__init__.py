@@ -1,0 +1,1 @@
+"""What calibration needs: Hessians and the GPTQ solve."""

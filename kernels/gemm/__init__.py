@@ -1,0 +1,1 @@
+"""Products of BF16 activations with INT4 weights."""

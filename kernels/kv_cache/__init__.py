@@ -1,0 +1,1 @@
+"""Writing the paged KV cache, and checking its page tags."""
