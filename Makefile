@@ -15,7 +15,7 @@ BENCH_MEMORY_GIB ?= 1 8
 BENCH_FOLDER ?=
 BENCH_PLACE = $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER))
 
-.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify fuzz test-vllm clean
+.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify bench-int4-cpu bench-gpu gate fuzz test-vllm clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -50,7 +50,11 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest -m 'not gate'
+
+# Ahead-of-time compiles of every kernel at production shapes, held to tests/kernels/compiled/budgets. No GPU needed.
+gate: $(VENV)/.test
+	$(BIN)/python -m pytest -m gate tests/kernels/compiled
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -58,7 +62,7 @@ lint: $(VENV)/.test
 
 # mypy follows the folders as they are installed, not as they stand: an installed copy is checked.
 types: $(VENV)/.test
-	rm -rf build/typed
+	rm -rf build/typed build/lib
 	$(PIP) --no-deps --target build/typed .
 	cd build/typed && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p memopt
 
@@ -85,6 +89,14 @@ bench-quality: $(VENV)/.test
 bench-verify: $(VENV)/.test
 	$(BIN)/python benchmarks/verify.py
 	$(BIN)/python benchmarks/load.py
+
+# INT4 products on the CPU against torch's float32 and BF16 ones.
+bench-int4-cpu: $(VENV)/.test
+	$(BIN)/python -m benchmarks.int4_gemm_cpu
+
+# Correctness and speed of every kernel on the GPU that is at hand: under 5 minutes on one H200, no network.
+bench-gpu: $(VENV)/.test
+	$(BIN)/python -m benchmarks.gpu.main
 
 # Coverage-guided fuzzing of every parser of outside bytes (atheris).
 FUZZ_SECONDS ?= 600

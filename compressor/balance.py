@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from memopt.compressor.ledger import ErrorFigures, ErrorSummary, ledger_line, ledger_row
-from memopt.compressor.plan import Plan
-from memopt.compressor.release_file import render_release
+from memopt.compressor.job import Job
+from memopt.compressor.ledger import ErrorFigures, ErrorSummary
 from memopt.compressor.unit_record import ErrorsByRole
+from memopt.compressor.units import Unit
 from memopt.compressor.workspace import Workspace
 from memopt.errors import ContentError, OutputError, SizeMismatchError
 from memopt.manifests.file_roles import LEDGER_NAME
@@ -18,46 +18,43 @@ from memopt.manifests.safetensors_header import read_header
 
 
 def balance(
-    plan: Plan,
-    workspace: Workspace,
-    errors_by_unit: Mapping[int, ErrorsByRole],
-    fingerprint: str,
-    sizes: Mapping[str, int],
+    job: Job, workspace: Workspace, errors_by_unit: Mapping[int, ErrorsByRole], sizes: Mapping[str, int]
 ) -> dict[str, ErrorSummary]:
     """Close the finished run in `workspace`; the error figures by role. ContentError, SizeMismatchError."""
     errors: ErrorsByRole = {}
-    for unit in plan.units:
-        if read_header(workspace.out / unit.file_name).tensors != unit.layout:
-            raise ContentError(
-                "its header is not the planned one any more",
-                file=unit.file_name,
-                remedy=f"keep other programs from {workspace.out} and run the same command again: it is done anew",
-            )
+    for unit in job.units:
+        remedy = f"keep other programs from {workspace.out} and run the same command again: it is done anew"
+        require_headers(workspace.out, unit, remedy)
         for role, figures in sorted(errors_by_unit[unit.number].items()):
             errors[role] = errors.get(role, ErrorFigures()) + figures
     summaries = {role: figures.summary() for role, figures in errors.items()}
     state = hashlib.sha256()
 
     def hashed() -> Iterator[bytes]:
-        for line in _ledger_lines(plan, workspace):
+        for line in _ledger_lines(job, workspace):
             state.update(line)
             yield line
 
     workspace.write_stream(LEDGER_NAME, hashed())
-    release = render_release(plan, fingerprint=fingerprint, ledger_sha256=state.hexdigest(), errors_by_role=summaries)
-    workspace.write_file(RELEASE_NAME, release)
+    workspace.write_file(RELEASE_NAME, job.release(ledger_sha256=state.hexdigest(), errors_by_role=summaries))
     check_sizes(workspace.out, sizes)
     workspace.finish()
     return summaries
 
 
-def _ledger_lines(plan: Plan, workspace: Workspace) -> Iterator[bytes]:
+def require_headers(out: Path, unit: Unit, remedy: str) -> None:
+    """ContentError unless every file of `unit` has the planned header."""
+    for file in unit.files:
+        header = read_header(out / file.name)
+        if header.tensors != file.layout or header.metadata != file.metadata:
+            raise ContentError("its header is not the planned one any more", file=file.name, remedy=remedy)
+
+
+def _ledger_lines(job: Job, workspace: Workspace) -> Iterator[bytes]:
     """The whole ledger; one unit's lines at a time are in memory."""
-    for unit in plan.units:
+    for unit in job.units:
         yield from workspace.unit_lines(unit)
-    for tensor in plan.tensors:
-        if not tensor.outputs:
-            yield ledger_line(ledger_row(tensor, "", {}))
+    yield from job.tail_lines()
 
 
 def check_sizes(out: Path, sizes: Mapping[str, int]) -> None:

@@ -9,35 +9,30 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
-from memopt.compressor.balance import check_sizes
+from memopt.compressor.balance import check_sizes, require_headers
 from memopt.compressor.checkpoint.disk_errors import read_error
-from memopt.compressor.checkpoint.reader import SourceReader
-from memopt.compressor.ledger import ErrorSummary, ledger_line, ledger_row
+from memopt.compressor.job import Job, Source
+from memopt.compressor.ledger import ErrorSummary
 from memopt.compressor.output_folder import entries_of
-from memopt.compressor.plan import Plan
 from memopt.compressor.progress import CHECK_STAGE, ProgressCallback, ProgressMeter
-from memopt.compressor.recheck import recorded_tensors, require_outputs, require_sources
-from memopt.compressor.release_file import render_release
+from memopt.compressor.recheck import recorded_unit, require_outputs, require_sources
 from memopt.compressor.units import Unit
 from memopt.errors import ContentError, LayoutError, MemoptError, SourceChangedError
 from memopt.manifests.file_names import CHUNKS_NAME, MANIFEST_NAME, SUMS_NAME, is_signature_name
 from memopt.manifests.file_roles import LEDGER_NAME, QUALITY_NAMES
 from memopt.manifests.release_description import RELEASE_NAME
-from memopt.manifests.safetensors_header import read_header
 from memopt.manifests.workers import run_workers
 
 
 def require_complete(
-    plan: Plan,
-    source: Path,
+    job: Job,
     out: Path,
-    fingerprint: str,
     sizes: Mapping[str, int],
     *,
     workers: int,
     progress: ProgressCallback | None,
 ) -> dict[str, ErrorSummary]:
-    """Compare the finished release `out` with plan, ledger and source; its error figures by role.
+    """Compare the finished release `out` with job, ledger and source; its error figures by role.
 
     Nothing but the bytes can tell another checkpoint with the same headers, so that a folder's are all read; a Hub
     source is settled by its commit, whose digests were checked when it was fetched. Raises SourceChangedError,
@@ -46,15 +41,14 @@ def require_complete(
     try:
         check_sizes(out, sizes)
         _require_no_others(out, sizes)
-        errors = _require_small_files(plan, out, fingerprint)
-        is_folder = plan.identity.kind == "folder"
+        errors = _require_small_files(job, out)
         with (
-            SourceReader(plan.source, source) if is_folder else nullcontext() as reader,
+            job.open_source() if job.must_read_source_again else nullcontext() as source,
             open(out / LEDGER_NAME, "rb") as ledger,
         ):
-            _require_units(plan, out, reader, ledger, workers, progress)
-            if reader is not None:
-                reader.require_unchanged()
+            _require_units(job, out, source, ledger, workers, progress)
+            if source is not None:
+                source.require_unchanged()
     except OSError as problem:
         raise read_error(problem, str(out)) from None
     except SourceChangedError as problem:
@@ -83,19 +77,19 @@ def _with_remedy(problem: MemoptError, remedy: str) -> MemoptError:
     return problem
 
 
-def _require_small_files(plan: Plan, out: Path, fingerprint: str) -> dict[str, ErrorSummary]:
+def _require_small_files(job: Job, out: Path) -> dict[str, ErrorSummary]:
     """release.json, the ledger's digest in it, and the files beside the weights."""
     raw = (out / RELEASE_NAME).read_bytes()
     try:
         table = json.loads(raw)
         errors = {str(role): ErrorSummary(**figures) for role, figures in table["totals"]["error"].items()}
         ledger_sha256 = table["ledger"]["sha256"]
-        rendered = render_release(plan, fingerprint=fingerprint, ledger_sha256=ledger_sha256, errors_by_role=errors)
+        rendered = job.release(ledger_sha256=ledger_sha256, errors_by_role=errors)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         rendered = b""
     if raw != rendered:
         raise ContentError("is not what this plan writes", file=RELEASE_NAME)
-    digests = {file.name: file.sha256 for file in plan.small_files} | {LEDGER_NAME: ledger_sha256}
+    digests = {file.name: file.sha256 for file in job.small_files} | {LEDGER_NAME: ledger_sha256}
     for name, digest in digests.items():
         with open(out / name, "rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
@@ -104,16 +98,15 @@ def _require_small_files(plan: Plan, out: Path, fingerprint: str) -> dict[str, E
 
 
 def _require_units(
-    plan: Plan,
+    job: Job,
     out: Path,
-    reader: SourceReader | None,
+    source: Source | None,
     ledger: BinaryIO,
     workers: int,
     progress: ProgressCallback | None,
 ) -> None:
-    total = plan.weights_size_bytes + (0 if reader is None else plan.input_size_bytes)
-    meter = ProgressMeter(progress, total, len(plan.units), resumed_bytes=0, num_resumed_units=0, stage=CHECK_STAGE)
-    files = frozenset(plan.source.files)
+    total = sum(unit.written_size_bytes for unit in job.units) + (0 if source is None else job.input_size_bytes())
+    meter = ProgressMeter(progress, total, len(job.units), resumed_bytes=0, num_resumed_units=0, stage=CHECK_STAGE)
 
     def check(item: tuple[Unit, list[bytes]], buffer: memoryview, go_on: Callable[[], None]) -> None:
         unit, lines = item
@@ -122,21 +115,22 @@ def _require_units(
             go_on()
             meter.advance(num_bytes, unit.file_name)
 
-        if read_header(out / unit.file_name).tensors != unit.layout:
-            raise ContentError("its header is not the planned one", file=unit.file_name)
-        recorded = recorded_tensors(unit, lines, LEDGER_NAME)
-        if reader is not None:
-            require_sources(reader, files, recorded, buffer, advance)
-        require_outputs(out, unit, recorded, buffer, advance)
+        require_headers(out, unit, "")
+        recorded = recorded_unit(job, unit, lines, LEDGER_NAME)
+        if source is not None:
+            parts = job.source_parts(unit, recorded.rows)
+            require_sources(source, job.part_files(unit), parts, buffer, advance)
+        require_outputs(out, unit, recorded.digests, buffer, advance)
         meter.finish_unit(unit.file_name)
 
-    run_workers(_units_with_lines(plan, ledger), check, min(workers, len(plan.units)))
-    for tensor in plan.tensors:
-        if not tensor.outputs and ledger.readline() != ledger_line(ledger_row(tensor, "", {})):
-            raise ContentError("its line is not the planned one", tensor=tensor.source.spec.name, file=LEDGER_NAME)
+    run_workers(_units_with_lines(job, ledger), check, min(workers, len(job.units)))
+    for line in job.tail_lines():
+        if ledger.readline() != line:
+            name = json.loads(line)["tensor"]
+            raise ContentError("its line is not the planned one", tensor=name, file=LEDGER_NAME)
 
 
-def _units_with_lines(plan: Plan, ledger: BinaryIO) -> Iterator[tuple[Unit, list[bytes]]]:
+def _units_with_lines(job: Job, ledger: BinaryIO) -> Iterator[tuple[Unit, list[bytes]]]:
     """Each unit with its lines, in the ledger's order; one unit's at a time is in memory for each thread."""
-    for unit in plan.units:
+    for unit in job.units:
         yield unit, [ledger.readline() for _ in unit.tensors]

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.compressor.tensor_plan import Fate, TensorPlan
-from memopt.manifests.safetensors_header import TensorHeader
+from memopt.compressor.ranks.cut import cut_of
+from memopt.compressor.ranks.unit_digests import UnitDigests
+from memopt.compressor.tensor_plan import Fate, OutputTensor, TensorPlan
+from memopt.compressor.units import UnitPlaces
 
 UNKNOWN_DIGEST = "0" * 64
 # Below this a figure is written as zero, so that its exponent has two digits.
@@ -101,17 +103,15 @@ def ledger_line(row: dict[str, Any]) -> bytes:
 
 def ledger_row(
     plan: TensorPlan,
-    file_name: str,
-    placed: Mapping[str, TensorHeader],
+    places: UnitPlaces | None,
     result: TensorResult | None = None,
-    output_sha256: Mapping[str, str] | None = None,
+    digests: UnitDigests | None = None,
 ) -> dict[str, Any]:
-    """The row of one tensor in file `file_name`, whose tensors lie as `placed` says (by name).
+    """The row of one tensor of a unit whose tensors lie at `places` (None for a tensor without outputs).
 
-    `output_sha256`: hex, by output name. Digests and figures that are not given are zeros of the same width.
+    Digests and figures that are not given are zeros of the same width.
     """
     found = result or TensorResult({})
-    written = output_sha256 or {}
     row: dict[str, Any] = {
         "tensor": plan.source.spec.name,
         "role": str(plan.source.spec.role),
@@ -133,17 +133,7 @@ def ledger_row(
             }
             for part in plan.source.parts
         ],
-        "outputs": [
-            {
-                "name": output.name,
-                "file": file_name,
-                "dtype": output.dtype,
-                "shape": list(output.shape),
-                "data_offsets": [placed[output.name].start, placed[output.name].end],
-                "sha256": written.get(output.name, UNKNOWN_DIGEST),
-            }
-            for output in plan.outputs
-        ],
+        "outputs": [] if places is None else [_output_row(plan, output, places, digests) for output in plan.outputs],
     }
     if plan.fate is Fate.QUANTIZED:
         errors = found.errors or ErrorFigures()
@@ -155,3 +145,47 @@ def ledger_row(
     if plan.reason:
         row["reason"] = plan.reason
     return row
+
+
+def _output_row(
+    plan: TensorPlan, output: OutputTensor, places: UnitPlaces, digests: UnitDigests | None
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": output.name,
+        "file": None,
+        "dtype": output.dtype,
+        "shape": list(output.shape),
+        "data_offsets": None,
+        "sha256": UNKNOWN_DIGEST if digests is None else digests.whole.get(output.name, UNKNOWN_DIGEST),
+    }
+    return placed_output(row, plan, output, places, digests)
+
+
+def placed_output(
+    row: Mapping[str, Any],
+    plan: TensorPlan,
+    output: OutputTensor,
+    places: UnitPlaces,
+    digests: UnitDigests | None = None,
+) -> dict[str, Any]:
+    """An entry of "outputs" as it is for `places`: hub file and offsets (null without one), then "ranks" if there are.
+
+    The digest of the whole tensor stays; those of the slices come from `digests`, zeros if it is None.
+    """
+    placed = dict(row)
+    placed.pop("ranks", None)
+    hub = places.hub[output.name]
+    placed["file"] = places.hub_file
+    placed["data_offsets"] = None if places.hub_file is None else [hub.start, hub.end]
+    if places.ranks is not None:
+        cut, header = cut_of(output, plan, places.ranks), places.in_ranks[output.name]
+        unknown = (UNKNOWN_DIGEST,) * cut.num_digests
+        placed["ranks"] = {
+            "folder": places.ranks.folder,
+            "cut": str(cut.kind),
+            **({} if cut.owner is None else {"owner": cut.owner}),
+            "shape": list(header.shape),
+            "data_offsets": [header.start, header.end],
+            "sha256": list(unknown if digests is None else digests.ranks.get(output.name, unknown)),
+        }
+    return placed

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from memopt.errors import OutputError
+from memopt.manifests.rank_folders import parse_layout
 from memopt.manifests.release_description import RELEASE_NAME
 
 STATE_FOLDER = ".memopt"
 FINISHED_FOLDER = ".memopt-finished"
 # At the root of an ext4 file system, made by mkfs for fsck: no file of anybody's.
-_MOUNT_ROOT_FOLDER = "lost+found"
+MOUNT_ROOT_FOLDER = "lost+found"
 
 
 def check_output_place(source: Path, out: Path) -> None:
@@ -33,25 +35,50 @@ def check_output_place(source: Path, out: Path) -> None:
         raise OutputError(f"output {out} is not a folder", remedy="choose another output folder")
 
 
-def is_complete(out: Path, fingerprint: str) -> bool:
-    """Whether `out` holds the finished release of this very plan."""
-    return not os.path.exists(out / STATE_FOLDER) and finished_fingerprint(out) == fingerprint
+@dataclass(frozen=True)
+class FinishedIdentity:
+    """What release.json says of a finished release. `fingerprint`: the plan's; `layouts`: as "hub", "tp8"."""
+
+    fingerprint: str
+    layouts: tuple[str, ...]
 
 
-def finished_fingerprint(out: Path) -> str | None:
-    """The fingerprint in release.json, None if there is none to be read."""
+def is_complete(out: Path, identity: FinishedIdentity) -> bool:
+    """Whether `out` holds the finished release of this very plan, in these layouts."""
+    return not os.path.exists(out / STATE_FOLDER) and finished_identity(out) == identity
+
+
+def finished_identity(out: Path) -> FinishedIdentity | None:
+    """The identity in release.json, None if there is none to be read."""
     try:
-        return str(json.loads((out / RELEASE_NAME).read_bytes())["identity"]["plan_fingerprint"])
+        table = json.loads((out / RELEASE_NAME).read_bytes())
+        return FinishedIdentity(str(table["identity"]["plan_fingerprint"]), tuple(map(str, table["layouts"])))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def entries_of(out: Path) -> set[str]:
-    """Names in `out`; what mkfs put at a file system's root does not count as a file in it."""
+    """Names in `out`, and of rank layouts every file below it ("tp8/rank-3/…").
+
+    What mkfs put at a file system's root does not count as a file in it, nor does a folder of a layout without files.
+    """
     names = set(os.listdir(out))
-    if _MOUNT_ROOT_FOLDER in names and _is_empty_folder(out / _MOUNT_ROOT_FOLDER):
-        names.remove(_MOUNT_ROOT_FOLDER)
+    if MOUNT_ROOT_FOLDER in names and _is_empty_folder(out / MOUNT_ROOT_FOLDER):
+        names.remove(MOUNT_ROOT_FOLDER)
+    for name in sorted(names):
+        folder = out / name
+        if parse_layout(name) is not None and folder.is_dir() and not folder.is_symlink():
+            names.remove(name)
+            names |= _files_below(folder, out)
     return names
+
+
+def _files_below(folder: Path, out: Path) -> set[str]:
+    found: set[str] = set()
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        found |= {os.path.relpath(os.path.join(parent, name), out) for name in (*files, *links)}
+    return found
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -1,8 +1,9 @@
-"""Running a plan: small files first, units streamed by worker threads; then the balance closes it (balance.py)."""
+"""Running a job: small files first, units streamed by worker threads; then the balance closes it (balance.py)."""
 
 from __future__ import annotations
 
 import hashlib
+import resource
 import shutil
 import threading
 import time
@@ -13,30 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memopt.compressor.balance import balance
-from memopt.compressor.checkpoint.model_config import CONFIG_NAME
-from memopt.compressor.checkpoint.reader import SourceReader
-from memopt.compressor.checkpoint.writer import UnitFile
 from memopt.compressor.complete import require_complete
-from memopt.compressor.fingerprint import plan_fingerprint
-from memopt.compressor.ledger import ErrorFigures, ErrorSummary, ledger_line, ledger_row
-from memopt.compressor.metadata_files import read_metadata
+from memopt.compressor.compress_job import CompressJob
+from memopt.compressor.job import Job, Source, Worker
+from memopt.compressor.ledger import ErrorFigures, ErrorSummary, ledger_line
 from memopt.compressor.output_folder import check_output_place, is_complete, remove_leftovers
 from memopt.compressor.plan import Plan
 from memopt.compressor.progress import ProgressCallback, ProgressMeter
 from memopt.compressor.quantize.backend import QuantizeBackend
-from memopt.compressor.release_file import render_release
+from memopt.compressor.ranks.unit_writer import UnitWriter
 from memopt.compressor.resume import take_over
-from memopt.compressor.tensor_work import TensorWorker
 from memopt.compressor.unit_record import ErrorsByRole
 from memopt.compressor.units import Unit
 from memopt.compressor.workspace import Workspace, release_file_names
 from memopt.errors import DiskFullError, InterruptedRunError, SourceChangedError, UsageError
-from memopt.manifests.file_roles import LEDGER_NAME
-from memopt.manifests.release_description import RELEASE_NAME
-from memopt.manifests.safetensors_index import INDEX_NAME
 from memopt.manifests.workers import StartGate
 
 POLL_SECONDS = 0.2
+# Open files that are not of weights: libraries, the lock, small files, those of whoever calls.
+RESERVED_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,8 @@ class RunResult:
     """What a run made. Sizes in bytes; `num_resumed_units` were finished by an earlier run.
 
     `input_size_bytes`: source bytes behind the whole release; an earlier run read `resumed_size_bytes` of them.
+    `source_root_digest`: hex, of the signed release that was sharded or merged; None if its signature was not checked.
+    `layouts`: as "hub", "tp8"; `weights_size_bytes` counts a tensor once, `written_size_bytes` in every file.
     `root_digest`: hex, of the signed release; None if it was not signed. `sign_notes`: what its verifiers must allow.
     """
 
@@ -59,15 +57,81 @@ class RunResult:
     was_complete: bool
     root_digest: str | None = None
     sign_notes: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ("hub",)
+    num_rank_files: int = 0
+    written_size_bytes: int = 0
+    source_root_digest: str | None = None
 
 
-def planned_sizes(plan: Plan) -> dict[str, int]:
-    """Every output file and its exact size in bytes."""
-    sizes = {file.name: file.size_bytes for file in plan.small_files}
-    sizes |= {unit.file_name: unit.size_bytes for unit in plan.units}
-    sizes[LEDGER_NAME] = plan.ledger_size_bytes()
-    sizes[RELEASE_NAME] = len(render_release(plan))
-    return sizes
+def run_job(
+    job: Job,
+    out: Path,
+    *,
+    workers: int = 1,
+    progress: ProgressCallback | None = None,
+    before_finish: Callable[[], None] | None = None,
+) -> RunResult:
+    """Carry out `job` into `out`; resumes an interrupted run of the same job, refuses any other.
+
+    The bytes written depend neither on `workers` nor on interruptions. A finished release of the same job is read
+    again, with its source, and left as it is. `before_finish` is called when all units are written and may still
+    refuse.
+    Raises OutputError, DiskFullError, MemoptIOError for the folder; NonFiniteError, TruncatedError, SourceChangedError
+    for the source; ContentError, SizeMismatchError if a file is not the planned one; InterruptedRunError on Ctrl-C.
+    """
+    started = time.monotonic()
+    if workers < 1:
+        raise UsageError(f"{workers} workers do nothing", remedy="use 1 or more")
+    check_output_place(job.folder, out)
+    sizes = job.planned_sizes()
+    was_complete = is_complete(out, job.finished)
+    if was_complete:
+        remove_leftovers(out)
+        resumed = frozenset(unit.number for unit in job.units)
+        with _interruptible(f"stopped while {out}, which is complete, was checked; nothing was changed"):
+            errors = require_complete(job, out, sizes, workers=workers, progress=progress)
+    else:
+        names = release_file_names(job.units, tuple(file.name for file in job.small_files))
+        with (
+            _interruptible(f"stopped; {out} keeps every finished unit"),
+            job.open_source() as source,
+            Workspace(out, job.fingerprint, names) as workspace,
+        ):
+            errors_by_unit = take_over(job, workspace, source, workers, progress)
+            resumed = frozenset(errors_by_unit)
+            done = {file.name for unit in job.units if unit.number in resumed for file in unit.files}
+            _check_space(out, sizes, done)
+            workspace.save_plan(source.stamps)
+            workspace.make_folders(names)
+            _write_small_files(job, workspace)
+            meter = ProgressMeter(
+                progress,
+                job.input_size_bytes(),
+                len(job.units),
+                resumed_bytes=_resumed_size_bytes(job, resumed),
+                num_resumed_units=len(resumed),
+            )
+            todo = [unit for unit in job.units if unit.number not in resumed]
+            errors_by_unit |= _run_units(todo, job, source, workspace, workers, meter)
+            source.require_unchanged()
+            if before_finish is not None:
+                before_finish()
+            errors = balance(job, workspace, errors_by_unit, sizes)
+    return RunResult(
+        out,
+        len(job.units),
+        len(resumed),
+        sum(sizes.values()),
+        sum(unit.data_size_bytes for unit in job.units),
+        job.input_size_bytes(),
+        _resumed_size_bytes(job, resumed),
+        errors,
+        time.monotonic() - started,
+        was_complete,
+        layouts=job.finished.layouts,
+        num_rank_files=sum(len(unit.rank_files) for unit in job.units),
+        written_size_bytes=sum(unit.written_size_bytes for unit in job.units),
+    )
 
 
 def run_plan(
@@ -79,70 +143,13 @@ def run_plan(
     progress: ProgressCallback | None = None,
     before_finish: Callable[[], None] | None = None,
 ) -> RunResult:
-    """Carry out `plan` into `out`; resumes an interrupted run of the same plan, refuses any other.
-
-    The bytes written do not depend on `workers`, on `backend`, or on interruptions. A finished release of the same
-    plan is read again, with its source, and left as it is. `before_finish` is called when all units are written and
-    may still refuse.
-    Raises OutputError, DiskFullError, MemoptIOError for the folder; NonFiniteError, TruncatedError, SourceChangedError
-    for the source; ContentError, SizeMismatchError if a file is not the planned one; InterruptedRunError on Ctrl-C.
-    """
-    started = time.monotonic()
-    folder = plan.source.folder
-    if folder is None:
-        raise UsageError("a plan from a config alone has no weights", remedy="name a checkpoint folder")
-    if workers < 1:
-        raise UsageError(f"{workers} workers do nothing", remedy="use 1 or more")
-    fingerprint = plan_fingerprint(plan)
-    check_output_place(folder, out)
-    sizes = planned_sizes(plan)
-    was_complete = is_complete(out, fingerprint)
-    if was_complete:
-        remove_leftovers(out)
-        resumed = frozenset(unit.number for unit in plan.units)
-        with _interruptible(f"stopped while {out}, which is complete, was checked; nothing was changed"):
-            errors = require_complete(plan, folder, out, fingerprint, sizes, workers=workers, progress=progress)
-    else:
-        names = release_file_names(plan.units, tuple(file.name for file in plan.small_files))
-        with (
-            _interruptible(f"stopped; {out} keeps every finished unit"),
-            SourceReader(plan.source, folder) as reader,
-            Workspace(out, fingerprint, names) as workspace,
-        ):
-            errors_by_unit = take_over(plan, workspace, reader, workers, progress)
-            resumed = frozenset(errors_by_unit)
-            _check_space(out, sizes, {unit.file_name for unit in plan.units if unit.number in resumed})
-            workspace.save_plan(reader.stamps)
-            _write_small_files(plan, folder, workspace)
-            meter = ProgressMeter(
-                progress,
-                plan.input_size_bytes,
-                len(plan.units),
-                resumed_bytes=_input_size_bytes(plan, resumed),
-                num_resumed_units=len(resumed),
-            )
-            todo = [unit for unit in plan.units if unit.number not in resumed]
-            errors_by_unit |= _run_units(todo, reader, workspace, backend, workers, meter)
-            reader.require_unchanged()
-            if before_finish is not None:
-                before_finish()
-            errors = balance(plan, workspace, errors_by_unit, fingerprint, sizes)
-    return RunResult(
-        out,
-        len(plan.units),
-        len(resumed),
-        sum(sizes.values()),
-        plan.weights_size_bytes,
-        plan.input_size_bytes,
-        _input_size_bytes(plan, resumed),
-        errors,
-        time.monotonic() - started,
-        was_complete,
-    )
+    """`run_job` for `plan`; the bytes do not depend on `backend` either. UsageError for a plan from a config alone."""
+    job = CompressJob(plan, backend)
+    return run_job(job, out, workers=workers, progress=progress, before_finish=before_finish)
 
 
-def _input_size_bytes(plan: Plan, numbers: frozenset[int]) -> int:
-    return sum(unit.input_size_bytes for unit in plan.units if unit.number in numbers)
+def _resumed_size_bytes(job: Job, numbers: frozenset[int]) -> int:
+    return job.input_size_bytes([unit for unit in job.units if unit.number in numbers])
 
 
 @contextmanager
@@ -164,10 +171,9 @@ def _check_space(out: Path, sizes: Mapping[str, int], present: set[str]) -> None
         )
 
 
-def _write_small_files(plan: Plan, folder: Path, workspace: Workspace) -> None:
-    made = {CONFIG_NAME: plan.config_bytes, INDEX_NAME: plan.index_bytes}
-    for file in plan.small_files:
-        data = made[file.name] if file.origin == "memopt" else read_metadata(folder / file.name)
+def _write_small_files(job: Job, workspace: Workspace) -> None:
+    for file in job.small_files:
+        data = job.small_file(file.name)
         if len(data) != file.size_bytes or hashlib.sha256(data).hexdigest() != file.sha256:
             raise SourceChangedError(
                 "was changed since it was planned", file=file.name, remedy="run the same command again: it plans anew"
@@ -177,9 +183,9 @@ def _write_small_files(plan: Plan, folder: Path, workspace: Workspace) -> None:
 
 def _run_units(
     todo: Iterable[Unit],
-    reader: SourceReader,
+    job: Job,
+    source: Source,
     workspace: Workspace,
-    backend: QuantizeBackend,
     workers: int,
     meter: ProgressMeter,
 ) -> dict[int, ErrorsByRole]:
@@ -193,11 +199,13 @@ def _run_units(
             meter.advance(num_bytes, unit.file_name)
 
         gate.enter()
-        errors_by_role = _write_unit(unit, TensorWorker(reader, backend, advance), workspace, working)
+        with source.open_files(job.part_files(unit)) as reader:
+            errors_by_role = _write_unit(unit, job, job.worker(reader, unit, advance), workspace, working)
         meter.finish_unit(unit.file_name)
         return errors_by_role
 
-    with ThreadPoolExecutor(2 * workers, thread_name_prefix="memopt-unit") as pool:
+    num_threads = _num_threads(job, len(source.stamps), workers)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="memopt-unit") as pool:
         try:
             futures = {pool.submit(run, unit): unit.number for unit in todo}
             gate.open()
@@ -205,6 +213,13 @@ def _run_units(
         finally:
             gate.stop()
     return {number: future.result() for future, number in futures.items()}
+
+
+def _num_threads(job: Job, num_source_files: int, workers: int) -> int:
+    """Two units a worker, one at work while one waits for the disk; fewer if their files would be too many to open."""
+    files_a_unit = max((len(unit.files) + len(job.part_files(unit)) for unit in job.units), default=1)
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - num_source_files - RESERVED_FILES
+    return max(1, min(2 * workers, room // files_a_unit))
 
 
 def _wait(futures: set[Future[ErrorsByRole]]) -> None:
@@ -216,21 +231,19 @@ def _wait(futures: set[Future[ErrorsByRole]]) -> None:
 
 
 def _write_unit(
-    unit: Unit, worker: TensorWorker, workspace: Workspace, working: threading.BoundedSemaphore
+    unit: Unit, job: Job, worker: Worker, workspace: Workspace, working: threading.BoundedSemaphore
 ) -> ErrorsByRole:
-    """Make one output file and publish it; its error figures. The lines go to disk, not into the result.
+    """Make a unit's files and publish them; its error figures. The lines go to disk, not into the result.
 
-    `working` is held while tensors are worked on, and let go before the file is flushed.
+    `working` is held while tensors are worked on, and let go before the files are flushed.
     """
-    with UnitFile(workspace.temporary(unit.file_name), unit.header, unit.layout) as file:
+    with UnitWriter(unit, workspace.temporary) as files:
         with working:
-            results = [worker.run(plan, file) for plan in unit.tensors]
-        written = file.finish()
-    placed = {header.name: header for header in unit.layout}
-    lines: list[bytes] = []
+            results = [worker.run(plan, files) for plan in unit.tensors]
+        digests = files.finish()
+    lines = [ledger_line(row) for row in job.rows(unit, results, digests)]
     errors: ErrorsByRole = {}
     for plan, result in zip(unit.tensors, results, strict=True):
-        lines.append(ledger_line(ledger_row(plan, unit.file_name, placed, result, written)))
         if result.errors is not None:
             role = str(plan.source.spec.role)
             errors[role] = errors.get(role, ErrorFigures()) + result.errors

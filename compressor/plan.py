@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memopt.compressor.alignment import require_divisible
+from memopt.compressor.alignment import require_cut
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME, render_config
 from memopt.compressor.checkpoint.small_files import SkippedFile
@@ -20,13 +20,16 @@ from memopt.compressor.ledger import ledger_line, ledger_row
 from memopt.compressor.lint import EngineNote, lint, raise_on_error
 from memopt.compressor.metadata_files import MetadataFile, MetadataSelection, missing_code, select_metadata
 from memopt.compressor.quantization_config import build_quantization_config, is_stale
+from memopt.compressor.ranks.layout import TENSOR_PARALLEL, LayoutChoice, Layouts, choose_layouts, rank_layout
 from memopt.compressor.recipe import Recipe
 from memopt.compressor.source_identity import SourceIdentity
 from memopt.compressor.tensor_plan import Fate, TensorPlan, plan_tensors
 from memopt.compressor.units import DEFAULT_MAX_FILE_BYTES, Unit, build_units
+from memopt.compressor.weight_indexes import hub_index, rank_indexes
 from memopt.errors import UsageError
+from memopt.manifests.rank_folders import RankLayout
 from memopt.manifests.safetensors_header import DATA_ALIGNMENT_BYTES
-from memopt.manifests.safetensors_index import INDEX_NAME, render_index
+from memopt.manifests.safetensors_index import INDEX_NAME
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,21 @@ class PlanOptions:
 
     `max_file_bytes`: about the largest weight file. `tensor_parallel`: must divide (None: the recipe's).
     `allow_code`: copy `.py` files. `release_name`: written into release.json (None: the recipe's name).
+    `expert_parallel`: ranks that hold whole routed experts, everything else cut as for that many tensor-parallel ranks.
+    `layout`: "hub", "tp" (rank files alone) or "both"; None is "both" with a degree above 1, else "hub".
     """
 
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     tensor_parallel: int | None = None
     allow_code: bool = False
     release_name: str | None = None
+    expert_parallel: int | None = None
+    layout: LayoutChoice | None = None
+
+    @property
+    def layouts(self) -> Layouts:
+        """What is written; UsageError as `choose_layouts`."""
+        return choose_layouts(self.tensor_parallel, self.expert_parallel, self.layout)
 
 
 @dataclass(frozen=True)
@@ -63,10 +75,34 @@ class Plan:
     index_bytes: bytes
     metadata: MetadataSelection
     notes: tuple[EngineNote, ...]
+    layouts: Layouts = field(default_factory=Layouts)
+
+    @property
+    def ranks(self) -> RankLayout | None:
+        """The ranks that files are written for, None without any."""
+        return self.layouts.ranks
+
+    @property
+    def writes_hub(self) -> bool:
+        """Whether the hub files are written."""
+        return self.layouts.writes_hub
+
+    @property
+    def checked_ranks(self) -> RankLayout:
+        """The ranks that every tensor was checked to divide by, whether files are written for them or not."""
+        return _checked_ranks(self.options, self.recipe)
 
     @property
     def tensor_parallel(self) -> int:
-        return self.options.tensor_parallel or self.recipe.tensor_parallel
+        """How many `checked_ranks` there are."""
+        return self.checked_ranks.num_ranks
+
+    def with_layouts(self, layouts: Layouts) -> Plan:
+        """The same release in other layouts; the ranks must have been checked to divide it."""
+        if layouts == self.layouts:
+            return self
+        units = tuple(replace(unit, ranks=layouts.ranks, writes_hub=layouts.writes_hub) for unit in self.units)
+        return replace(self, units=units, layouts=layouts)
 
     @property
     def weights_size_bytes(self) -> int:
@@ -84,12 +120,18 @@ class Plan:
         counts = Counter(plan.fate for plan in self.tensors)
         return {fate: counts[fate] for fate in Fate if counts[fate]}
 
-    @property
+    @cached_property
+    def made_files(self) -> dict[str, bytes]:
+        """config.json and the index of every folder of weights, by name."""
+        hub = {INDEX_NAME: self.index_bytes} if self.writes_hub else {}
+        return {CONFIG_NAME: self.config_bytes} | hub | rank_indexes(self.units, self.ranks)
+
+    @cached_property
     def small_files(self) -> tuple[MetadataFile, ...]:
-        """config.json, the index and the copied files: written and checked before any weight."""
+        """config.json, the indexes and the copied files: written and checked before any weight."""
         made = [
             MetadataFile(name, len(raw), hashlib.sha256(raw).hexdigest(), "memopt")
-            for name, raw in ((CONFIG_NAME, self.config_bytes), (INDEX_NAME, self.index_bytes))
+            for name, raw in self.made_files.items()
         ]
         return (*made, *self.metadata.copied)
 
@@ -108,20 +150,27 @@ class Plan:
     def blank_ledger(self) -> Iterator[bytes]:
         """The ledger's lines with zero digests and figures: same lines, same widths."""
         for unit in self.units:
-            placed = {header.name: header for header in unit.layout}
+            places = unit.places()
             for plan in unit.tensors:
-                yield ledger_line(ledger_row(plan, unit.file_name, placed))
+                yield ledger_line(ledger_row(plan, places))
         for plan in self.tensors:
             if not plan.outputs:
-                yield ledger_line(ledger_row(plan, "", {}))
+                yield ledger_line(ledger_row(plan, None))
 
 
-def _check_tensor_parallel(plans: tuple[TensorPlan, ...], degree: int) -> None:
+def _checked_ranks(options: PlanOptions, recipe: Recipe) -> RankLayout:
+    """The ranks that the tensors must divide by: the options', else the recipe's."""
+    asked = rank_layout(options.tensor_parallel, options.expert_parallel)
+    return asked or RankLayout(TENSOR_PARALLEL, recipe.tensor_parallel)
+
+
+def require_ranks(plans: Iterable[TensorPlan], ranks: RankLayout) -> None:
+    """AlignmentError naming the first tensor that cannot be cut over `ranks`, and what could."""
     for plan in plans:
         if plan.outputs:
-            require_divisible(
+            require_cut(
                 plan.source.spec,
-                degree,
+                ranks,
                 weights_per_scale=plan.int4_weights_per_scale,
                 block=plan.source.block if plan.is_float8 else None,
             )
@@ -130,8 +179,6 @@ def _check_tensor_parallel(plans: tuple[TensorPlan, ...], degree: int) -> None:
 def _check_options(options: PlanOptions) -> None:
     if options.max_file_bytes < DATA_ALIGNMENT_BYTES:
         raise UsageError(f"a file of at most {options.max_file_bytes} bytes holds nothing", remedy="use 1MB or more")
-    if options.tensor_parallel is not None and options.tensor_parallel < 1:
-        raise UsageError(f"tensor-parallel degree {options.tensor_parallel} is not positive")
 
 
 def _select_metadata(checkpoint: Checkpoint, options: PlanOptions) -> MetadataSelection:
@@ -155,6 +202,7 @@ def build_plan(
     """
     options = options or PlanOptions()
     _check_options(options)
+    layouts = options.layouts
     family = family_of(checkpoint.config)
     scan = scan_source(checkpoint, family, parse_text_config(checkpoint.config))
     raise_first(scan.problems)
@@ -175,9 +223,8 @@ def build_plan(
         family=family.name,
     )
     raise_on_error(notes)
-    _check_tensor_parallel(tensors, options.tensor_parallel or recipe.tensor_parallel)
-    units = build_units(tensors, options.max_file_bytes)
-    weight_map = {header.name: unit.file_name for unit in units for header in unit.layout}
+    require_ranks(tensors, _checked_ranks(options, recipe))
+    units = build_units(tensors, options.max_file_bytes, layouts)
     return Plan(
         source=checkpoint,
         identity=identity or SourceIdentity(),
@@ -188,7 +235,8 @@ def build_plan(
         units=units,
         quantization=quantization,
         config_bytes=(render_config(checkpoint.config, quantization) if is_rewritten else checkpoint.config.raw_bytes),
-        index_bytes=render_index(weight_map, sum(unit.data_size_bytes for unit in units)),
+        index_bytes=hub_index(units),
         metadata=metadata,
         notes=notes,
+        layouts=layouts,
     )

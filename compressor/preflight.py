@@ -11,9 +11,9 @@ from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first, sca
 from memopt.compressor.checkpoint.hub import HubListing, HubReference
 from memopt.compressor.checkpoint.hub_cache import HubCache
 from memopt.compressor.checkpoint.hub_http import is_offline
-from memopt.compressor.fingerprint import plan_fingerprint
-from memopt.compressor.output_folder import check_output_place, is_complete
-from memopt.compressor.pipeline import planned_sizes
+from memopt.compressor.compress_job import planned_sizes
+from memopt.compressor.fingerprint import plan_fingerprint, run_fingerprint
+from memopt.compressor.output_folder import FinishedIdentity, check_output_place, is_complete
 from memopt.compressor.plan import Plan
 from memopt.compressor.source import hub_headers, hub_identity
 from memopt.compressor.source_identity import SourceIdentity
@@ -64,10 +64,11 @@ def check_before_download(
 
 def _check_output(plan: Plan, out: Path) -> int:
     """The bytes that are still to be written to `out`; OutputError, DiskFullError."""
-    fingerprint = plan_fingerprint(plan)
-    if is_complete(out, fingerprint):
+    fingerprint, layouts = plan_fingerprint(plan), plan.layouts.names
+    if is_complete(out, FinishedIdentity(fingerprint, layouts)):
         return 0
-    with Workspace(out, fingerprint, release_file_names(plan.units, tuple(file.name for file in plan.small_files))):
+    names = release_file_names(plan.units, tuple(file.name for file in plan.small_files))
+    with Workspace(out, run_fingerprint(fingerprint, layouts), names):
         needed = sum(size for name, size in planned_sizes(plan).items() if _size_of(out / name) != size)
         free = shutil.disk_usage(out).free
     if needed > free:

@@ -4,90 +4,91 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from memopt.compressor.checkpoint.reader import SourceReader
-from memopt.compressor.ledger import TensorResult, ledger_row
+from memopt.compressor.job import Advance, Job, Source, SourcePart
+from memopt.compressor.ledger import TensorResult
+from memopt.compressor.ranks.cut import cut_of
+from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.compressor.units import Unit
 from memopt.errors import ContentError, SourceChangedError
 from memopt.manifests.hashing import read_into
 from memopt.manifests.open_file import open_regular
 
-# Called with the number of bytes hashed just now; raises to stop.
-Advance = Callable[[int], None]
-
 
 @dataclass(frozen=True)
-class RecordedTensor:
-    """One line of the ledger: a tensor's plan, and the SHA-256 (hex) of its parts and outputs, by stored name."""
+class RecordedUnit:
+    """A unit's rows of the ledger, and the digests in them of what its files hold."""
 
-    plan: TensorPlan
-    source_sha256: dict[str, str]
-    output_sha256: dict[str, str]
+    rows: list[dict[str, Any]]
+    digests: UnitDigests
 
 
-def recorded_tensors(unit: Unit, lines: Iterable[bytes], ledger: str) -> list[RecordedTensor]:
+def recorded_unit(job: Job, unit: Unit, lines: Sequence[bytes], ledger: str) -> RecordedUnit:
     """What `lines` of file `ledger` say of a unit's tensors.
 
-    ContentError unless they are the plan's lines in all but digests and figures.
+    ContentError unless they are the job's lines in all but digests and figures.
     """
-    placed = {header.name: header for header in unit.layout}
-    recorded: list[RecordedTensor] = []
+    rows: list[dict[str, Any]] = []
+    results: list[TensorResult] = []
+    whole: dict[str, str] = {}
+    ranks: dict[str, tuple[str, ...]] = {}
     for plan, line in zip(unit.tensors, lines, strict=True):
         try:
             row = json.loads(line)
-            found = RecordedTensor(
-                plan,
-                {part["name"]: part["sha256"] for part in row["sources"]},
-                {part["name"]: part["sha256"] for part in row["outputs"]},
-            )
+            results.append(TensorResult({part["name"]: part["sha256"] for part in row["sources"]}))
+            whole |= {output["name"]: output["sha256"] for output in row["outputs"]}
+            if unit.ranks is not None:
+                ranks |= {output["name"]: tuple(output["ranks"]["sha256"]) for output in row["outputs"]}
         except (ValueError, KeyError, TypeError, RecursionError):
-            row, found = None, RecordedTensor(plan, {}, {})
-        planned = ledger_row(plan, unit.file_name, placed, TensorResult(found.source_sha256), found.output_sha256)
-        if row is None or row | {"error": None} != planned | {"error": None}:
-            raise ContentError("its line is not the planned one", tensor=plan.source.spec.name, file=ledger)
-        recorded.append(found)
-    return recorded
+            raise _not_planned(plan, ledger) from None
+        rows.append(row)
+    digests = UnitDigests(whole, ranks)
+    for plan, row, planned in zip(unit.tensors, rows, job.rows(unit, results, digests), strict=True):
+        if row | {"error": None} != planned | {"error": None}:
+            raise _not_planned(plan, ledger)
+        for output in plan.outputs:
+            if unit.ranks is not None and len(ranks[output.name]) != cut_of(output, plan, unit.ranks).num_digests:
+                raise _not_planned(plan, ledger)
+    return RecordedUnit(rows, digests)
 
 
-def require_outputs(
-    out: Path, unit: Unit, recorded: Iterable[RecordedTensor], buffer: memoryview, advance: Advance
-) -> None:
-    """ContentError naming the first tensor of the unit's file whose bytes are not those that were recorded."""
-    placed = {header.name: header for header in unit.layout}
-    with open_regular(out / unit.file_name) as (descriptor, _):
-        for tensor in recorded:
-            for name, digest in tensor.output_sha256.items():
-                read = partial(_read_at, descriptor, len(unit.header) + placed[name].start, unit.file_name)
-                if _sha256(read, placed[name].size_bytes, buffer, advance) != digest:
+def _not_planned(plan: TensorPlan, ledger: str) -> ContentError:
+    return ContentError("its line is not the planned one", tensor=plan.source.spec.name, file=ledger)
+
+
+def require_outputs(out: Path, unit: Unit, digests: UnitDigests, buffer: memoryview, advance: Advance) -> None:
+    """ContentError naming the first tensor of the unit's files whose bytes are not those that were recorded."""
+    for file in unit.files:
+        with open_regular(out / file.name) as (descriptor, status):
+            data_start = status.st_size - file.data_size_bytes
+            for tensor in file.layout:
+                known = (digests.whole[tensor.name],) if file.rank is None else digests.ranks[tensor.name]
+                digest = known[0 if len(known) == 1 else file.rank or 0]
+                read = partial(_read_at, descriptor, data_start + tensor.start, file.name)
+                if _sha256(read, tensor.size_bytes, buffer, advance) != digest:
                     raise ContentError(
                         "was changed after it was written: its SHA-256 is not the recorded one",
-                        tensor=name,
-                        file=unit.file_name,
+                        tensor=tensor.name,
+                        file=file.name,
                     )
 
 
 def require_sources(
-    reader: SourceReader,
-    files: Collection[str],
-    recorded: Iterable[RecordedTensor],
-    buffer: memoryview,
-    advance: Advance,
+    source: Source, files: Collection[str], parts: Iterable[SourcePart], buffer: memoryview, advance: Advance
 ) -> None:
-    """SourceChangedError naming the first part in one of `files` whose bytes are not those that were read."""
-    for tensor in recorded:
-        for part in tensor.plan.source.parts:
-            if part.file not in files:
-                continue
-            if (
-                _sha256(partial(reader.read_into, part), part.size_bytes, buffer, advance)
-                != tensor.source_sha256[part.name]
-            ):
-                raise SourceChangedError("differs from what was read before", tensor=part.name, file=part.file)
+    """SourceChangedError naming the first of `parts` in one of `files` whose bytes are not those that were read."""
+    wanted = [part for part in parts if part.tensor.file in files]
+    with source.open_files({part.tensor.file for part in wanted}) as reader:
+        for part in wanted:
+            tensor = part.tensor
+            if _sha256(partial(reader.read_into, tensor), tensor.size_bytes, buffer, advance) != part.sha256:
+                raise SourceChangedError("differs from what was read before", tensor=tensor.name, file=tensor.file)
 
 
 def _read_at(descriptor: int, start: int, file: str, offset: int, view: memoryview) -> None:

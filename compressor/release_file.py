@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -12,12 +13,21 @@ from memopt.compressor.ledger import UNKNOWN_DIGEST, ErrorFigures, ErrorSummary,
 from memopt.compressor.plan import Plan
 from memopt.compressor.quantize.rounding_rule import rounding_rule
 from memopt.compressor.tensor_plan import Fate
+from memopt.errors import ContentError
 from memopt.manifests.file_roles import LEDGER_NAME
+from memopt.manifests.release_description import RELEASE_NAME
 from memopt.version import __version__
 
 FORMAT_VERSION = 1
 _LIBRARIES = ("numba", "numpy")
-_FIGURE_TOKEN = "\x00figure-{}\x00"
+# A figure while the table is one of Python: json would print a float in another width.
+_FIGURE_TOKEN = "\x00figure {}\x00"
+_TOKEN_IN_JSON = re.compile(r'"\\u0000figure ([0-9.e+-]+)\\u0000"')
+
+
+def figure_token(value: float) -> str:
+    """What stands for a figure in a table for `render_table`."""
+    return _FIGURE_TOKEN.format(fixed_width(value))
 
 
 def _formats_by_role(plan: Plan) -> dict[str, list[str]]:
@@ -65,12 +75,6 @@ def render_release(
     """
     errors_by_role = errors_by_role or {}
     nothing = ErrorFigures().summary()
-    figures: list[float] = []
-
-    def figure(value: float) -> str:
-        figures.append(value)
-        return _FIGURE_TOKEN.format(len(figures) - 1)
-
     quantized_roles = sorted({str(t.source.spec.role) for t in plan.tensors if t.fate is Fate.QUANTIZED})
     table = {
         "format_version": FORMAT_VERSION,
@@ -92,20 +96,37 @@ def render_release(
             "weights_size_bytes": plan.weights_size_bytes,
             "error": {
                 role: {
-                    "relative_mse": figure(errors_by_role.get(role, nothing).relative_mse),
-                    "max_error": figure(errors_by_role.get(role, nothing).max_error),
-                    "clipped_share": figure(errors_by_role.get(role, nothing).clipped_share),
+                    "relative_mse": figure_token(errors_by_role.get(role, nothing).relative_mse),
+                    "max_error": figure_token(errors_by_role.get(role, nothing).max_error),
+                    "clipped_share": figure_token(errors_by_role.get(role, nothing).clipped_share),
                 }
                 for role in quantized_roles
             },
         },
         "ledger": {"file": LEDGER_NAME, "sha256": ledger_sha256},
-        "tensor_parallel_checked": plan.tensor_parallel,
+        "layouts": list(plan.layouts.names),
         "engine_notes": [asdict(note) for note in plan.notes],
         "not_copied": [asdict(skipped) for skipped in plan.skipped_files],
         "code_files": [file.name for file in plan.metadata.copied if file.name.endswith(".py")],
     }
+    return render_table(table)
+
+
+def render_table(table: Mapping[str, Any]) -> bytes:
+    """release.json's bytes from its table, whose figures are `figure_token`s."""
     text = json.dumps(table, indent=2, ensure_ascii=False) + "\n"
-    for number, value in enumerate(figures):
-        text = text.replace(json.dumps(_FIGURE_TOKEN.format(number)), fixed_width(value))
-    return text.encode()
+    return _TOKEN_IN_JSON.sub(r"\1", text).encode()
+
+
+def parse_table(raw: bytes) -> dict[str, Any]:
+    """The table of a release.json, figures as `figure_token`s; ContentError unless `render_table` gives `raw` back."""
+    try:
+        table = json.loads(raw, parse_float=lambda text: _FIGURE_TOKEN.format(text))
+        is_ours = isinstance(table, dict) and render_table(table) == raw
+    except (ValueError, RecursionError):
+        is_ours = False
+    if not is_ours:
+        raise ContentError(
+            "is not as memopt writes it", file=RELEASE_NAME, remedy="fetch the release again, or compress anew"
+        )
+    return dict(table)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memopt.compressor.checkpoint.reader import SourceReader
-from memopt.compressor.plan import Plan
+from memopt.compressor.job import Job, Source
 from memopt.compressor.progress import CHECK_STAGE, ProgressCallback, ProgressMeter
-from memopt.compressor.recheck import recorded_tensors, require_outputs, require_sources
+from memopt.compressor.recheck import recorded_unit, require_outputs, require_sources
 from memopt.compressor.unit_record import ErrorsByRole
 from memopt.compressor.units import Unit
 from memopt.compressor.workspace import FinishedUnit, Workspace
@@ -16,20 +15,24 @@ from memopt.manifests.workers import run_workers
 
 
 def take_over(
-    plan: Plan, workspace: Workspace, reader: SourceReader, workers: int, progress: ProgressCallback | None
+    job: Job, workspace: Workspace, source: Source, workers: int, progress: ProgressCallback | None
 ) -> dict[int, ErrorsByRole]:
     """Error figures of the units that need not be done again, by unit number.
 
-    A unit whose file was touched since it was published is hashed again, and left out if it differs. If a source file
-    was touched, what the units read from it is compared: SourceChangedError if it differs, since they would be mixed.
+    A unit with a file that was touched since it was published is hashed again, and left out if it differs. If a source
+    file was touched, what the units read from it is compared: SourceChangedError if it differs, or they would mix.
     """
-    found = {unit.number: done for unit in plan.units if (done := workspace.finished_unit(unit)) is not None}
+    found = {unit.number: done for unit in job.units if (done := workspace.finished_unit(unit)) is not None}
     before = workspace.source_stamps or {}
-    touched = {name for name, stamp in reader.stamps.items() if before.get(name) != stamp}
-    todo = [unit for unit in plan.units if unit.number in found and _is_doubtful(unit, found[unit.number], touched)]
+    touched = {name for name, stamp in source.stamps.items() if before.get(name) != stamp}
+    todo = [
+        unit
+        for unit in job.units
+        if unit.number in found and (not found[unit.number].is_untouched or _touched_size_bytes(job, unit, touched))
+    ]
     meter = ProgressMeter(
         progress,
-        sum(_check_size_bytes(unit, found[unit.number], touched) for unit in todo),
+        sum(_check_size_bytes(job, unit, found[unit.number], touched) for unit in todo),
         len(todo),
         resumed_bytes=0,
         num_resumed_units=0,
@@ -42,7 +45,7 @@ def take_over(
             go_on()
             meter.advance(num_bytes, unit.file_name)
 
-        if not _is_whole(workspace, unit, found[unit.number], reader, touched, buffer, advance):
+        if not _is_whole(job, workspace, unit, found[unit.number], source, touched, buffer, advance):
             spoiled.add(unit.number)
         meter.finish_unit(unit.file_name)
 
@@ -51,23 +54,24 @@ def take_over(
 
 
 def _is_whole(
+    job: Job,
     workspace: Workspace,
     unit: Unit,
     done: FinishedUnit,
-    reader: SourceReader,
+    source: Source,
     touched: set[str],
     buffer: memoryview,
     advance: Callable[[int], None],
 ) -> bool:
     try:
-        recorded = recorded_tensors(unit, workspace.unit_lines(unit), unit.file_name)
+        recorded = recorded_unit(job, unit, workspace.unit_lines(unit), unit.file_name)
         if not done.is_untouched:
-            require_outputs(workspace.out, unit, recorded, buffer, advance)
+            require_outputs(workspace.out, unit, recorded.digests, buffer, advance)
     except (ContentError, LayoutError, MemoptIOError):
         # Whatever was done to it, doing it again makes it right.
         return False
     try:
-        require_sources(reader, touched, recorded, buffer, advance)
+        require_sources(source, touched, job.source_parts(unit, recorded.rows), buffer, advance)
     except SourceChangedError as problem:
         raise SourceChangedError(
             "differs from what the interrupted run read",
@@ -78,13 +82,9 @@ def _is_whole(
     return True
 
 
-def _touched_size_bytes(unit: Unit, touched: set[str]) -> int:
-    return sum(part.size_bytes for plan in unit.tensors for part in plan.source.parts if part.file in touched)
+def _touched_size_bytes(job: Job, unit: Unit, touched: set[str]) -> int:
+    return sum(size for name, size in job.part_files(unit).items() if name in touched) if touched else 0
 
 
-def _is_doubtful(unit: Unit, done: FinishedUnit, touched: set[str]) -> bool:
-    return not done.is_untouched or (bool(touched) and _touched_size_bytes(unit, touched) > 0)
-
-
-def _check_size_bytes(unit: Unit, done: FinishedUnit, touched: set[str]) -> int:
-    return (0 if done.is_untouched else unit.data_size_bytes) + _touched_size_bytes(unit, touched)
+def _check_size_bytes(job: Job, unit: Unit, done: FinishedUnit, touched: set[str]) -> int:
+    return (0 if done.is_untouched else unit.written_size_bytes) + _touched_size_bytes(job, unit, touched)

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from memopt.compressor.checkpoint.checkpoint import StoredTensor
-from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.checkpoint.source_tensor import PACKED, SCALE, SourceFormat, SourceTensor
-from memopt.compressor.checkpoint.writer import UnitFile
+from memopt.compressor.checkpoint.writer import TensorSink
+from memopt.compressor.job import TensorReader
 from memopt.compressor.ledger import ErrorFigures, TensorResult
 from memopt.compressor.part_checks import (
     INT4_LARGEST_CODE,
@@ -48,14 +48,14 @@ class TensorWorker:
     `advance` is called with the number of source bytes done after each chunk; it raises to stop the work.
     """
 
-    def __init__(self, reader: SourceReader, backend: QuantizeBackend, advance: Callable[[int], None]) -> None:
+    def __init__(self, reader: TensorReader, backend: QuantizeBackend, advance: Callable[[int], None]) -> None:
         self._reader = reader
         self._backend = backend
         self._advance = advance
         self._chunk_bytes = backend.chunk_bytes
         self._buffer = np.empty(self._chunk_bytes, np.uint8)
 
-    def run(self, plan: TensorPlan, out: UnitFile) -> TensorResult:
+    def run(self, plan: TensorPlan, out: TensorSink) -> TensorResult:
         """Stream `plan` from the source into `out`. Output digests are the file's to give."""
         if plan.fate is Fate.COPIED:
             return TensorResult(self._copy(plan, out))
@@ -70,12 +70,11 @@ class TensorWorker:
             self._buffer = np.empty(size_bytes, np.uint8)
         return self._buffer[:size_bytes]
 
-    def _copy(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
+    def _copy(self, plan: TensorPlan, out: TensorSink) -> dict[str, str]:
         digests: dict[str, str] = {}
-        # Whole elements a chunk, and a weight_shape in one.
-        step = math.ceil(self._chunk_bytes / PACKED_SHAPE_BYTES) * PACKED_SHAPE_BYTES
         for part, output in zip(plan.source.parts, plan.outputs, strict=True):
             state = hashlib.sha256()
+            step = self._copy_step(part)
             for offset in range(0, part.size_bytes, step):
                 data = self._chunk_buffer(min(step, part.size_bytes - offset))
                 view = data.data
@@ -86,6 +85,12 @@ class TensorWorker:
                 self._advance(view.nbytes)
             digests[part.name] = state.hexdigest()
         return digests
+
+    def _copy_step(self, part: StoredTensor) -> int:
+        """Bytes of a chunk: whole rows, so that ranks can cut columns, and a weight_shape in one."""
+        row_bytes = part.size_bytes // part.shape[0] if part.shape and part.shape[0] else 0
+        step = max(PACKED_SHAPE_BYTES, self._chunk_bytes)
+        return max(1, step // row_bytes) * row_bytes if row_bytes else step
 
     def _row_chunks(self, weight: StoredTensor, block_rows: int, digests: dict[str, str]) -> Iterator[RowChunk]:
         """Chunks of whole rows, each starting at a multiple of `block_rows`; adds the weight's digest at the end."""
@@ -105,7 +110,8 @@ class TensorWorker:
         digests[weight.name] = state.hexdigest()
 
     def _small_part(self, part: StoredTensor, digests: dict[str, str]) -> bytearray:
-        data = self._reader.read(part)
+        data = bytearray(part.size_bytes)
+        self._reader.read_into(part, 0, memoryview(data))
         digests[part.name] = hashlib.sha256(data).hexdigest()
         self._advance(part.size_bytes)
         return data
@@ -125,7 +131,7 @@ class TensorWorker:
         rows, columns = source.weight.shape
         return scale.reshape(math.ceil(rows / source.block[0]), math.ceil(columns / source.block[1]))
 
-    def _quantize(self, plan: TensorPlan, out: UnitFile) -> TensorResult:
+    def _quantize(self, plan: TensorPlan, out: TensorSink) -> TensorResult:
         source, target = plan.source, plan.int4
         packed, scale_output, shape = plan.outputs
         spec = Int4Spec(target.weights_per_scale, target.scale, target.norm) if target else Int4Spec()
@@ -154,7 +160,7 @@ class TensorWorker:
         figures = ErrorFigures(math.fsum(sq_error), math.fsum(energy), max_error, num_clipped, rows * columns)
         return TensorResult(digests, figures)
 
-    def _dequantize_float8(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
+    def _dequantize_float8(self, plan: TensorPlan, out: TensorSink) -> dict[str, str]:
         source = plan.source
         digests: dict[str, str] = {}
         scales = self._float8_scale(source, digests)
@@ -171,7 +177,7 @@ class TensorWorker:
             out.append(plan.outputs[0].name, bits.data)
         return digests
 
-    def _dequantize_int4(self, plan: TensorPlan, out: UnitFile) -> dict[str, str]:
+    def _dequantize_int4(self, plan: TensorPlan, out: TensorSink) -> dict[str, str]:
         source = plan.source
         digests: dict[str, str] = {}
         rows, columns = source.spec.shape

@@ -1,4 +1,4 @@
-"""What a finished unit left in OUT/.memopt/units: ledger lines, error figures, and what its file looked like then."""
+"""What a finished unit left in OUT/.memopt/units: ledger lines, error figures, and what its files looked like then."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class PublishedStamp:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """A finished unit. `lines`: its part of the ledger, in file order. `stamp`: its file, taken after the rename."""
+    """A finished unit. `lines`: its part of the ledger, in file order. `stamps`: its files, taken after the rename."""
 
     lines: tuple[bytes, ...]
     errors_by_role: ErrorsByRole
-    stamp: PublishedStamp
+    stamps: dict[str, PublishedStamp]
 
 
 def _digest(table: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def _digest(table: dict[str, Any]) -> str:
 def render_record(record: UnitRecord) -> bytes:
     """The record as JSON, with a digest of its own."""
     table: dict[str, Any] = {
-        "file": asdict(record.stamp),
+        "files": {name: asdict(stamp) for name, stamp in record.stamps.items()},
         "lines": [line.decode() for line in record.lines],
         "errors": {role: asdict(figures) for role, figures in record.errors_by_role.items()},
     }
@@ -59,7 +59,7 @@ def parse_record(raw: bytes) -> UnitRecord:
         return UnitRecord(
             tuple(line.encode() for line in table["lines"]),
             {role: ErrorFigures(**figures) for role, figures in table["errors"].items()},
-            PublishedStamp(**table["file"]),
+            {name: PublishedStamp(**stamp) for name, stamp in table["files"].items()},
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ValueError(f"is not a unit's record: {problem}") from None

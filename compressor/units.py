@@ -1,14 +1,17 @@
-"""Units: which tensors go into which output file, where, and the file's header; all fixed before a weight is read."""
+"""Units: which tensors go into which output files, where, and the files' headers; fixed before a weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from memopt.compressor.tensor_plan import OutputTensor, TensorPlan
-from memopt.manifests.dtypes import ITEM_SIZE_BYTES
-from memopt.manifests.safetensors_header import DATA_ALIGNMENT_BYTES, TensorHeader, render_header
+from memopt.compressor.placement import place_tensors
+from memopt.compressor.ranks.layout import Layouts
+from memopt.compressor.ranks.rank_tensors import rank_tensors
+from memopt.compressor.tensor_plan import TensorPlan
+from memopt.manifests.rank_folders import RankFolder, RankLayout
+from memopt.manifests.safetensors_header import TensorHeader, render_header
 
 # transformers refuses a file without it.
 FILE_METADATA = {"format": "pt"}
@@ -17,33 +20,115 @@ DEFAULT_MAX_FILE_BYTES = 4 * 10**9
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One output file. `number` counts from 1. `tensors`: plans in file order. `layout`: outputs by rising offset."""
+class PlannedFile:
+    """One weight file: its path below the release, its tensors by rising offset, and its header's metadata.
 
-    number: int
-    file_name: str
-    tensors: tuple[TensorPlan, ...]
+    `rank` is None for a hub file.
+    """
+
+    name: str
+    rank: int | None
     layout: tuple[TensorHeader, ...]
+    metadata: Mapping[str, str]
 
-    @cached_property
+    @property
     def header(self) -> bytes:
-        return render_header(self.layout, FILE_METADATA)
+        """Length prefix and JSON; rendered anew each time, for all headers together are large."""
+        return render_header(self.layout, dict(self.metadata))
 
     @property
     def data_size_bytes(self) -> int:
         return self.layout[-1].end if self.layout else 0
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return len(self.header) + self.data_size_bytes
+
+
+@dataclass(frozen=True)
+class UnitPlaces:
+    """Where a unit's tensors lie, by name: in the hub file, and in the file of every rank that has them.
+
+    `hub_file` is None if no hub file is written, `ranks` if no rank files are.
+    """
+
+    hub_file: str | None
+    hub: Mapping[str, TensorHeader]
+    ranks: RankLayout | None
+    in_ranks: Mapping[str, TensorHeader]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is written as one piece: a hub file, and the files of every rank with slices of the same tensors.
+
+    `number` counts from 1. `tensors`: plans in file order. `layout`: the hub file's tensors by rising offset, known
+    even if that file is not written (`writes_hub`). `ranks`: None without rank files.
+    """
+
+    number: int
+    file_name: str
+    tensors: tuple[TensorPlan, ...]
+    layout: tuple[TensorHeader, ...]
+    ranks: RankLayout | None = None
+    writes_hub: bool = True
+
+    @cached_property
+    def header(self) -> bytes:
+        return self.hub_file.header
+
+    @property
+    def data_size_bytes(self) -> int:
+        """Bytes of its tensors, each counted once."""
+        return self.hub_file.data_size_bytes
 
     @property
     def input_size_bytes(self) -> int:
         return sum(plan.source.size_bytes for plan in self.tensors)
 
+    @property
+    def hub_file(self) -> PlannedFile:
+        return PlannedFile(self.file_name, None, self.layout, FILE_METADATA)
+
+    @cached_property
+    def rank_files(self) -> tuple[PlannedFile, ...]:
+        """The files of the ranks that hold something, by rank."""
+        if self.ranks is None:
+            return ()
+        folders = [RankFolder(self.ranks, rank) for rank in range(self.ranks.num_ranks)]
+        return tuple(
+            PlannedFile(folder.path + self.file_name, folder.rank, layout, FILE_METADATA | folder.metadata)
+            for folder, layout in zip(folders, rank_tensors(self.tensors, self.ranks), strict=True)
+            if layout
+        )
+
+    @property
+    def files(self) -> tuple[PlannedFile, ...]:
+        """Every file that is written, the hub file first."""
+        return (*((self.hub_file,) if self.writes_hub else ()), *self.rank_files)
+
+    @property
+    def written_size_bytes(self) -> int:
+        """Bytes of tensor data in all of its files."""
+        return sum(file.data_size_bytes for file in self.files)
+
+    def places(self) -> UnitPlaces:
+        """Where its tensors lie; made anew each time."""
+        return UnitPlaces(
+            self.file_name if self.writes_hub else None,
+            {header.name: header for header in self.layout},
+            self.ranks,
+            {header.name: header for file in self.rank_files for header in file.layout},
+        )
+
 
 def output_size_bytes(plan: TensorPlan) -> int:
     return sum(output.size_bytes for output in plan.outputs)
+
+
+def hub_layout(plans: Iterable[TensorPlan]) -> tuple[TensorHeader, ...]:
+    """Where the outputs of `plans` lie in their hub file."""
+    return place_tensors(output for plan in plans for output in plan.outputs)
 
 
 def _layers(plans: Iterable[TensorPlan]) -> Iterator[list[TensorPlan]]:
@@ -78,29 +163,14 @@ def _split(run: list[TensorPlan], max_file_bytes: int) -> Iterator[list[TensorPl
         yield piece
 
 
-def _alignment_rank(output: OutputTensor) -> tuple[bool, int]:
-    is_ragged = output.size_bytes % DATA_ALIGNMENT_BYTES != 0
-    return is_ragged, -ITEM_SIZE_BYTES[output.dtype] if is_ragged else 0
+def build_units(
+    plans: tuple[TensorPlan, ...], max_file_bytes: int = DEFAULT_MAX_FILE_BYTES, layouts: Layouts | None = None
+) -> tuple[Unit, ...]:
+    """Layer-aligned files of at most about `max_file_bytes`: small layers share a file, a large one is cut.
 
-
-def _layout(plans: Iterable[TensorPlan]) -> tuple[TensorHeader, ...]:
-    """Offsets: plan order, but tensors whose size is not a multiple of 8 last, widest type first.
-
-    So every tensor starts at a multiple of its item size without padding, which the format does not allow.
+    The limit is the hub file's; `layouts` (None: the hub's alone) changes neither names nor borders.
     """
-    outputs: list[OutputTensor] = [output for plan in plans for output in plan.outputs]
-    outputs.sort(key=_alignment_rank)
-    position = 0
-    layout: list[TensorHeader] = []
-    for output in outputs:
-        end = position + output.size_bytes
-        layout.append(TensorHeader(output.name, output.dtype, output.shape, position, end))
-        position = end
-    return tuple(layout)
-
-
-def build_units(plans: tuple[TensorPlan, ...], max_file_bytes: int = DEFAULT_MAX_FILE_BYTES) -> tuple[Unit, ...]:
-    """Layer-aligned files of at most about `max_file_bytes`: small layers share a file, a large one is cut."""
+    layouts = layouts or Layouts()
     files: list[list[TensorPlan]] = []
     open_size = 0
     for run in _layers(plan for plan in plans if plan.outputs):
@@ -116,6 +186,13 @@ def build_units(plans: tuple[TensorPlan, ...], max_file_bytes: int = DEFAULT_MAX
             open_size = 0
     count = len(files)
     return tuple(
-        Unit(number, f"model-{number:05d}-of-{count:05d}.safetensors", tuple(tensors), _layout(tensors))
+        Unit(
+            number,
+            f"model-{number:05d}-of-{count:05d}.safetensors",
+            tuple(tensors),
+            hub_layout(tensors),
+            layouts.ranks,
+            layouts.writes_hub,
+        )
         for number, tensors in enumerate(files, start=1)
     )

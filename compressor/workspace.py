@@ -2,7 +2,7 @@
 
     OUT/.memopt/lock                held (flock) by the one run
     OUT/.memopt/plan.json           fingerprint and file stamps of the source
-    OUT/.memopt/units/00001.json    written after its weight file is on disk under its final name (unit_record.py)
+    OUT/.memopt/units/00001.json    written after its weight files are on disk under their final names (unit_record.py)
     OUT/.memopt/tmp/                files in flight
 
 The state folder goes last: it is renamed to OUT/.memopt-finished, then removed. So a folder without it, but with
@@ -17,18 +17,19 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
 from memopt.compressor.checkpoint.disk_errors import write_error
 from memopt.compressor.checkpoint.file_stamp import FileStamp
 from memopt.compressor.checkpoint.writer import sync_folder, write_stream_atomically
+from memopt.compressor.fingerprint import run_fingerprint
 from memopt.compressor.output_folder import (
     FINISHED_FOLDER,
     STATE_FOLDER,
     entries_of,
-    finished_fingerprint,
+    finished_identity,
     remove_leftovers,
 )
 from memopt.compressor.unit_record import ErrorsByRole, PublishedStamp, UnitRecord, parse_record, render_record
@@ -42,7 +43,7 @@ _OTHER_WORK = "another source, recipe, option, or version of memopt, numba or nu
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """A unit that an earlier run finished. `is_untouched`: its file is still the one that was published, by its stamp.
+    """A unit that an earlier run finished. `is_untouched`: its files are those that were published, by their stamps.
 
     Its ledger lines stay on disk: memory must not grow with the number of tensors.
     """
@@ -79,7 +80,8 @@ class Workspace:
             raise
 
     def _refuse_foreign(self, entries: set[str]) -> None:
-        if RELEASE_NAME in entries and finished_fingerprint(self.out) not in {None, self._fingerprint}:
+        found = finished_identity(self.out) if RELEASE_NAME in entries else None
+        if found is not None and run_fingerprint(found.fingerprint, found.layouts) != self._fingerprint:
             raise OutputError(
                 f"output {self.out} is not empty: it holds a finished release of {_OTHER_WORK}",
                 remedy=f"name another output folder, or remove {self.out} to make it anew",
@@ -152,7 +154,18 @@ class Workspace:
         self.source_stamps = stamps
 
     def temporary(self, name: str) -> Path:
-        return self._state / "tmp" / name
+        """Where file `name` of the release is written before it has its name."""
+        return self._state / "tmp" / name.replace("/", "+")
+
+    def make_folders(self, names: Iterable[str]) -> None:
+        """Make the folders below the release that files `names` lie in."""
+        try:
+            for folder in sorted({path for name in names for path in PurePosixPath(name).parents}):
+                if not (self.out / folder).is_dir():
+                    (self.out / folder).mkdir()
+                    sync_folder((self.out / folder).parent)
+        except OSError as problem:
+            raise write_error(problem, str(self.out)) from None
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file of the release atomically."""
@@ -160,40 +173,50 @@ class Workspace:
 
     def write_stream(self, name: str, chunks: Iterable[bytes]) -> None:
         """Write a file of the release atomically, without having it in memory."""
-        self._write(self.out / name, chunks)
+        self._write(self.out / name, chunks, self.temporary(name))
 
-    def _write(self, path: Path, chunks: Iterable[bytes]) -> None:
-        write_stream_atomically(path, chunks, self.temporary(path.name))
+    def _write(self, path: Path, chunks: Iterable[bytes], temporary: Path | None = None) -> None:
+        write_stream_atomically(path, chunks, temporary or self.temporary(path.name))
 
     def publish_unit(self, unit: Unit, lines: Iterable[bytes], errors_by_role: ErrorsByRole) -> None:
-        """Give a flushed weight file its final name, then record that it is finished."""
-        path = self.out / unit.file_name
+        """Give a unit's flushed files their final names, then record that it is finished."""
+        stamps: dict[str, PublishedStamp] = {}
+        path = self.out
         try:
-            os.replace(self.temporary(unit.file_name), path)
-            sync_folder(self.out)
-            # After the rename, which is a change of the file too.
-            stamp = PublishedStamp.of(os.stat(path))
+            for file in unit.files:
+                path = self.out / file.name
+                os.replace(self.temporary(file.name), path)
+                # After the rename, which is a change of the file too.
+                stamps[file.name] = PublishedStamp.of(os.stat(path))
+            for folder in sorted({(self.out / file.name).parent for file in unit.files}):
+                path = folder
+                sync_folder(folder)
         except OSError as problem:
             raise write_error(problem, str(path)) from None
-        self._write(self._record_path(unit), (render_record(UnitRecord(tuple(lines), errors_by_role, stamp)),))
+        self._write(self._record_path(unit), (render_record(UnitRecord(tuple(lines), errors_by_role, stamps)),))
 
     def _record_path(self, unit: Unit) -> Path:
         return self._state / "units" / f"{unit.number:05d}.json"
 
     def finished_unit(self, unit: Unit) -> FinishedUnit | None:
-        """A unit that an earlier run finished, if its file still has the planned size and header."""
+        """A unit that an earlier run finished, if its files still have the planned sizes and headers."""
+        found: dict[str, PublishedStamp] = {}
         try:
             record = parse_record(self._record_path(unit).read_bytes())
-            with open(self.out / unit.file_name, "rb") as stream:
-                status = os.fstat(stream.fileno())
-                if status.st_size != unit.size_bytes or stream.read(len(unit.header)) != unit.header:
-                    return None
+            for file in unit.files:
+                header = file.header
+                with open(self.out / file.name, "rb") as stream:
+                    status = os.fstat(stream.fileno())
+                    size_bytes = len(header) + file.data_size_bytes
+                    if status.st_size != size_bytes or stream.read(len(header)) != header:
+                        return None
+                found[file.name] = PublishedStamp.of(status)
         except (OSError, ValueError):
             # A damaged record only means that the unit is done again.
             return None
         if len(record.lines) != len(unit.tensors):
             return None
-        return FinishedUnit(record.errors_by_role, record.stamp == PublishedStamp.of(status))
+        return FinishedUnit(record.errors_by_role, record.stamps == found)
 
     def unit_lines(self, unit: Unit) -> tuple[bytes, ...]:
         """The ledger lines of a unit that is finished; ContentError if its record was changed meanwhile."""
@@ -236,4 +259,4 @@ class Workspace:
 
 def release_file_names(units: tuple[Unit, ...], small: tuple[str, ...]) -> frozenset[str]:
     """Every name that a release of these units may hold."""
-    return frozenset({*(unit.file_name for unit in units), *small, LEDGER_NAME, RELEASE_NAME})
+    return frozenset({*(file.name for unit in units for file in unit.files), *small, LEDGER_NAME, RELEASE_NAME})

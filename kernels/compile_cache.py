@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class CompiledKernel:
         except (RuntimeError, OSError):
             return None  # "no locator available": no folder can be written
         folder = Path(str(cached.stats.cache_path))
-        return cached if folder.parent == Path(__file__).parent or is_private(folder) else None
+        return cached if folder.is_relative_to(Path(__file__).parent) or is_private(folder) else None
 
     @property
     def dispatcher(self) -> Any:
@@ -58,6 +59,14 @@ class CompiledKernel:
 def compiled(function: Callable[..., Any]) -> CompiledKernel:
     """Decorator: compiles on the first call, releases the GIL while it runs."""
     return CompiledKernel(function)
+
+
+def source_digest(*files: str | Path) -> str:
+    """SHA-256 (hexadecimal) over the files that decide what a compiled function does, and over this one."""
+    digest = sha256()
+    for file in (*files, __file__):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
 
 
 def is_private(folder: Path) -> bool:

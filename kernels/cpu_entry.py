@@ -10,33 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from memopt.kernels.compile_cache import compiled
+from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.cpu_expand import expand_fp8, expand_int4, scaled_bits
 from memopt.kernels.cpu_quantize import quantize_tiles
 
 _SOURCES = (
-    "layout", "int4_spec", "cpu_number", "cpu_tile", "cpu_search", "cpu_quantize", "cpu_expand", "compile_cache",
-    "cpu_entry",
+    "layout", "int4_spec", "cpu_number", "cpu_tile", "cpu_search", "cpu_quantize", "cpu_expand", "cpu_entry",
 )  # fmt: skip
 
 
 @cache
-def source_digest() -> str:
-    """SHA-256 (hexadecimal) over the files that decide what the compiled kernels do."""
-    digest = sha256()
-    for name in _SOURCES:
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    return digest.hexdigest()
+def sources_key() -> str:
+    """The digest that every entry closes over."""
+    return source_digest(*(Path(__file__).with_name(f"{name}.py") for name in _SOURCES))
 
 
 @cache
 def quantize_entry() -> Callable[..., bool]:
     """`quantize_tiles`, compiled."""
-    key = source_digest()
+    key = sources_key()
 
     @compiled
     def quantize(*arguments: Any) -> Any:
@@ -49,7 +44,7 @@ def quantize_entry() -> Callable[..., bool]:
 @cache
 def expand_fp8_entry() -> Callable[..., bool]:
     """`expand_fp8`, compiled."""
-    key = source_digest()
+    key = sources_key()
 
     @compiled
     def expand(*arguments: Any) -> Any:
@@ -62,7 +57,7 @@ def expand_fp8_entry() -> Callable[..., bool]:
 @cache
 def expand_int4_entry() -> Callable[..., None]:
     """`expand_int4`, compiled."""
-    key = source_digest()
+    key = sources_key()
 
     @compiled
     def expand(*arguments: Any) -> Any:
@@ -75,7 +70,7 @@ def expand_int4_entry() -> Callable[..., None]:
 @cache
 def scaled_bits_entry() -> Callable[..., Any]:
     """`scaled_bits`, compiled."""
-    key = source_digest()
+    key = sources_key()
 
     @compiled
     def scaled(*arguments: Any) -> Any:

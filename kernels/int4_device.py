@@ -76,9 +76,10 @@ def _search(groups: Tensor, largest: Tensor, absmax: Tensor, spec: Int4Spec) -> 
     return scale
 
 
-def _row_sums(group_sums: Tensor, rows: int) -> Tensor:
+def _row_sums(group_sums: Tensor, rows: int, groups_a_row: int) -> Tensor:
     """float64 sums [K, rows] of K kinds of group sums [K, rows * G], groups added one after another."""
-    columns = group_sums.view(group_sums.shape[0], rows, -1).to(torch.float64).permute(2, 0, 1).contiguous()
+    sums = group_sums.view(group_sums.shape[0], rows, groups_a_row).to(torch.float64)
+    columns = sums.permute(2, 0, 1).contiguous()
     total = torch.zeros_like(columns[0])
     for column in columns:
         total += column
@@ -88,7 +89,8 @@ def _row_sums(group_sums: Tensor, rows: int) -> Tensor:
 def _round_rows(values: Tensor, group: int, spec: Int4Spec) -> Int4Rows[Tensor]:
     """Rounds finite float32 rows [r, C]."""
     rows, columns = values.shape
-    groups = values.view(-1, group).t().contiguous().view(-1, CODES_PER_WORD, rows * (columns // group))
+    num_groups = rows * (columns // group)
+    groups = values.view(num_groups, group).t().contiguous().view(group // CODES_PER_WORD, CODES_PER_WORD, num_groups)
     largest = groups.abs().amax(dim=(0, 1))
     # A tensor, not a number: CUDA divides by a number through its reciprocal, which rounds differently.
     absmax = round_bf16(largest / torch.full_like(largest, INT4_HALF_SPAN))
@@ -98,18 +100,18 @@ def _round_rows(values: Tensor, group: int, spec: Int4Spec) -> Int4Rows[Tensor]:
     codes = rounded.clamp(INT4_CODE_MIN, INT4_CODE_MAX)
     difference = groups - codes * scale
     sums = torch.stack((_sum_in_order(difference * difference), _sum_in_order(groups * groups)))
-    sq_error, energy = _row_sums(sums, rows)
+    sq_error, energy = _row_sums(sums, rows, columns // group)
     nibbles = codes.to(torch.int32) + INT4_CODE_OFFSET
     packed = torch.zeros(nibbles[:, 0].shape, dtype=torch.int32, device=values.device)
     for j in range(CODES_PER_WORD):
         packed |= nibbles[:, j] << (INT4_BITS * j)
     return Int4Rows(
         packed=packed.t().contiguous().reshape(-1).view(rows, columns // CODES_PER_WORD),
-        scale_bits=bf16_bits(scale).view(rows, -1),
+        scale_bits=bf16_bits(scale).view(rows, columns // group),
         sq_error=sq_error,
         energy=energy,
-        max_error=difference.abs_().amax(dim=(0, 1)).view(rows, -1).amax(dim=1),
-        num_clipped=(rounded != codes).sum(dim=(0, 1)).view(rows, -1).sum(dim=1),
+        max_error=difference.abs_().amax(dim=(0, 1)).view(rows, columns // group).amax(dim=1),
+        num_clipped=(rounded != codes).sum(dim=(0, 1)).view(rows, columns // group).sum(dim=1),
     )
 
 

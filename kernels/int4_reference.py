@@ -31,7 +31,8 @@ def pack_int4(codes: Tensor) -> Tensor:
     """
     if codes.ndim != 2 or codes.shape[1] % CODES_PER_WORD:
         raise ShapeError(f"codes {list(codes.shape)} need 2 dimensions and columns in multiples of {CODES_PER_WORD}")
-    nibbles = (codes.to(torch.int32) + INT4_CODE_OFFSET).view(codes.shape[0], -1, CODES_PER_WORD)
+    words_a_row = codes.shape[1] // CODES_PER_WORD
+    nibbles = (codes.to(torch.int32) + INT4_CODE_OFFSET).view(codes.shape[0], words_a_row, CODES_PER_WORD)
     words = torch.zeros(nibbles.shape[:2], dtype=torch.int32, device=codes.device)
     for j in range(CODES_PER_WORD):
         words |= nibbles[:, :, j] << (INT4_BITS * j)
@@ -43,12 +44,12 @@ def unpack_int4(packed: Tensor) -> Tensor:
     if packed.ndim != 2 or packed.dtype != torch.int32:
         raise ShapeError(f"packed codes are {packed.dtype} {list(packed.shape)}, but int32 [R, C / 8] is needed")
     nibbles = [(packed >> (INT4_BITS * j)) & INT4_CODE_MASK for j in range(CODES_PER_WORD)]
-    return (torch.stack(nibbles, dim=2).view(packed.shape[0], -1) - INT4_CODE_OFFSET).to(torch.int8)
+    return (torch.stack(nibbles, dim=2).flatten(1) - INT4_CODE_OFFSET).to(torch.int8)
 
 
 def sum_in_order(terms: Tensor) -> Tensor:
     """float32 sums [...] of terms [..., group]: a tree within each eight, then the eights one after another."""
-    eights = terms.reshape(*terms.shape[:-1], -1, CODES_PER_WORD)
+    eights = terms.reshape(*terms.shape[:-1], terms.shape[-1] // CODES_PER_WORD, CODES_PER_WORD)
     e0, e1, e2, e3, e4, e5, e6, e7 = eights.unbind(-1)
     words = ((e0 + e1) + (e2 + e3)) + ((e4 + e5) + (e6 + e7))
     total: Tensor = words[..., 0]

@@ -58,7 +58,7 @@ LOAD_WORD_BITS = 64
 FP8_PER_LOAD_WORD = LOAD_WORD_BITS // E4M3_BITS
 BF16_PER_LOAD_WORD = LOAD_WORD_BITS // BF16_BITS
 
-# The planar form of INT4 words that the GEMM kernels read (docs/kernels.md, "Planar words"): along `in`, a block of
+# The planar form of INT4 words that the GEMM kernels read (docs/kernels/int4_gemm.md): along `in`, a block of
 # 256 codes is 32 words; word i holds code 32 * j + i of the block in nibble j. One load gives eight rows of 32 codes.
 PLANAR_BLOCK_CODES = 256
 PLANAR_BLOCK_WORDS = PLANAR_BLOCK_CODES // CODES_PER_WORD
@@ -92,3 +92,36 @@ INDEXER_PAGE_BYTES = PAGE_TOKENS * INDEXER_TOKEN_BYTES
 # Page tags: one 64-bit number a physical page, unique over the life of the process; 0 is never given out.
 PAGE_TAG_BYTES = 8
 NO_TAG = 0
+
+# Smallest scale of a group: FLT_MIN for fp8_ds_mla (vLLM csrc/cache_kernels.cu, concat_and_cache_ds_mla_kernel), and
+# 1e-4 / 448 rounded up to a power of two for the indexer (same file, indexer_k_quant_and_cache_kernel).
+DS_MLA_MIN_SCALE = 2.0**-126
+INDEXER_MIN_SCALE = 2.0**-22
+# Added to the bits of a positive float32 and cut to the exponent field, it rounds up to a power of two.
+F32_BELOW_NEXT_POWER = (1 << F32_MANTISSA_BITS) - 1
+# What a pool's first byte and page stride are multiples of: the widest load of a GPU.
+POOL_ALIGNMENT_BYTES = 16
+
+# KV format int8 of grouped-query caches: a signed byte an element.
+INT8_BITS = 8
+
+# Calibration. A Hessian is summed in chunks of an expert's tokens, each chunk by itself (docs/kernels/calibration.md).
+HESSIAN_CHUNK_TOKENS = 4096
+# GPTQ solves this many columns at a time on the chip; the columns behind are corrected by one product a block.
+GPTQ_BLOCK_COLUMNS = 128
+
+# Planar words: `in` is padded to whole blocks with code 0 under scale 0, so that padding adds nothing. Two BF16 scales
+# of a row share a 32-bit word, the even group in the low half.
+PLANAR_PADDING_WORD = EACH_NIBBLE * INT4_CODE_OFFSET
+PLANAR_SCALES_PER_WORD = WORD_BITS // BF16_BITS
+# BF16 of 128.0. Its last mantissa bit counts 1, so a nibble set into the low bits adds the nibble; less 136.0
+# (128 + 8) that is the code. The two-word unpacking of the GPU kernels rests on it.
+BF16_128_BITS = 0x4300
+BF16_136_BITS = BF16_128_BITS | INT4_CODE_OFFSET
+
+# The widest load of one GPU thread (LDG.E.128): two INT4 words' worth of FP8 weights, one of BF16.
+GPU_LOAD_BYTES = 16
+
+# FP16 (IEEE binary16): sign, 5 exponent bits, 10 mantissa bits; the largest number is 65504.
+F16_MAGNITUDE_MASK = 0x7FFF
+F16_INFINITY_BITS = 0x7C00

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from memopt.manifests.file_names import CHUNKS_NAME
+from memopt.manifests.rank_folders import rank_folder_of
 from memopt.manifests.safetensors_index import WEIGHT_SUFFIX
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -17,7 +18,6 @@ _CODE = re.compile(
 _TOKENIZER = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.tiktoken|.*\.model"
 )
-_RANK_FOLDER = re.compile(r"tp[1-9][0-9]{0,3}/rank-(0|[1-9][0-9]{0,3})/")
 
 # What an evaluation adds to a release.
 QUALITY_NAMES = frozenset({"quality.json", "report.html"})
@@ -55,15 +55,18 @@ def role_of(path: str) -> str:
 
 
 def ranks_of(path: str) -> tuple[int, ...] | None:
-    """The one rank that needs a file of the rank layout (tp8/rank-3/…); None: all do."""
-    found = _RANK_FOLDER.match(path)
-    return None if found is None else (int(found[1]),)
+    """The one rank that needs a file of a rank layout (tp8/rank-3/…, ep8/rank-3/…); None: all do."""
+    found = rank_folder_of(path)
+    return None if found is None else (found.rank,)
 
 
-def needed_files(ranks_by_name: Mapping[str, tuple[int, ...] | None], ranks: Collection[int] | None) -> set[str]:
+def needed_files(
+    ranks_by_name: Mapping[str, tuple[int, ...] | None], ranks: Collection[int] | None, layout: str | None = None
+) -> set[str]:
     """The files that `ranks` (None: everybody) need: their own, and all files of no rank.
 
-    Where a release has a rank layout, its hub weights and index are not needed by a rank.
+    Where a release has a rank layout, its hub weights and index are not needed by a rank. `layout`: of several rank
+    layouts only that folder's ("tp8").
     """
     if ranks is None:
         return set(ranks_by_name)
@@ -72,10 +75,20 @@ def needed_files(ranks_by_name: Mapping[str, tuple[int, ...] | None], ranks: Col
         name
         for name, value in ranks_by_name.items()
         if (value is None and not (has_rank_layout and role_of(name) in {"weights", "index"}))
-        or (value is not None and set(value) & set(ranks))
+        or (value is not None and set(value) & set(ranks) and is_of_layout(name, layout))
     }
 
 
-def known_ranks(ranks_by_name: Iterable[tuple[int, ...] | None]) -> set[int]:
-    """Every rank that has files of its own."""
-    return {rank for value in ranks_by_name if value is not None for rank in value}
+def is_of_layout(path: str, layout: str | None) -> bool:
+    """Whether a rank's file is one of rank layout `layout` ("tp8"; None: any)."""
+    return layout is None or path.startswith(f"{layout}/")
+
+
+def known_ranks(ranks_by_name: Mapping[str, tuple[int, ...] | None], layout: str | None = None) -> set[int]:
+    """Every rank that has files of its own, in rank layout `layout` (None: any)."""
+    return {
+        rank
+        for name, value in ranks_by_name.items()
+        if value is not None and is_of_layout(name, layout)
+        for rank in value
+    }

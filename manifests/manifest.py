@@ -20,7 +20,7 @@ ROLES = ("weights", "index", "config", "tokenizer", "template", "ledger", "chunk
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """One file. `ranks`: the tensor-parallel ranks that need it, None for all. `chunk_root`: see digest.py, hex."""
+    """One file. `ranks`: the ranks that need it, None for all. `chunk_root`: see digest.py, hex."""
 
     path: str
     size_bytes: int

@@ -21,9 +21,11 @@ from memopt.manifests.file_names import CHUNKS_NAME, MANIFEST_NAME
 from memopt.manifests.file_roles import needed_files, ranks_of, role_of
 from memopt.manifests.loader import Loader, check_destinations
 from memopt.manifests.policy import TrustPolicy, load_policy, policy_for_key
+from memopt.manifests.rank_folders import chosen_layout
+from memopt.manifests.swapped_files import SwappedFiles
 from memopt.manifests.tree import Tree, open_root, scan_tree
 from memopt.manifests.trusted_release import TrustedRelease, check_tree, load_trusted
-from memopt.manifests.weight_folders import HUB_FOLDER, WeightFolders, raise_first
+from memopt.manifests.weight_folders import WeightFolders, raise_first
 from memopt.manifests.workers import default_jobs
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ def open_release(
     try:
         trusted = load_trusted(root_fd, trust, int(time.time()) if now is None else now)
         tree = scan_tree(root_fd)
-        raise_first(_layout_errors(tree, trusted, trust, strict=strict))
+        with SwappedFiles(root_fd, trusted).named():
+            raise_first(_layout_errors(tree, trusted, trust, strict=strict))
         release = Release(Path(path), root_fd, trusted, jobs or default_jobs())
         release.check_common_files(allow_code=trust.allow_code)
     except BaseException:
@@ -119,6 +122,7 @@ class Release:
         self._trusted = trusted
         self._is_open = True
         self._loader = Loader(root_fd, trusted, num_threads)
+        self._swapped = SwappedFiles(root_fd, trusted)
         self._ranks = _ranks_by_name(trusted)
         self._folders = WeightFolders(self._loader, self._ranks, num_threads)
 
@@ -139,25 +143,36 @@ class Release:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The tensor-parallel ranks that have files of their own."""
+        """The ranks that have files of their own."""
         return self._folders.ranks
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """The names of all tensors of the hub layout, sorted."""
         self._require_open()
-        return tuple(sorted(self._folders.places(HUB_FOLDER)))
+        folder = self._folders.folder(None, None)
+        with self._swapped.named():
+            return tuple(sorted(self._folders.places(folder)))
 
     def load(
-        self, rank: int | None = None, device: str | torch.device = "cpu", *, tensor_parallel: int | None = None
+        self,
+        rank: int | None = None,
+        device: str | torch.device = "cpu",
+        *,
+        tensor_parallel: int | None = None,
+        expert_parallel: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Every tensor of the hub layout, or of one rank; only that rank's files are read, others need not be there.
 
-        All are verified before one is returned, on another `device` too. `tensor_parallel` says which of several rank
-        layouts is meant.
+        All are verified before one is returned, on another `device` too. `tensor_parallel` or `expert_parallel` says
+        which of several rank layouts is meant: the number of its ranks.
         """
         self._require_open()
-        folder = self._folders.folder(rank, tensor_parallel)
+        folder = self._folders.folder(rank, chosen_layout(tensor_parallel, expert_parallel))
+        with self._swapped.named():
+            return self._load(folder, device)
+
+    def _load(self, folder: str, device: str | torch.device) -> dict[str, torch.Tensor]:
         files = self._folders.files(folder)
         # What the index names comes first: it costs nothing, and the reading may take an hour.
         self._folders.check_index(folder)
@@ -179,13 +194,20 @@ class Release:
         self._require_open()
         ordered = list(dict.fromkeys(names))
         found: dict[str, torch.Tensor] = {}
-        for file, chosen in self._by_file(ordered, HUB_FOLDER).items():
-            for group in self._groups(file, chosen):
-                found |= {name: tensor.to(device) for name, tensor in group.items()}
+        folder = self._folders.folder(None, None)
+        with self._swapped.named():
+            for file, chosen in self._by_file(ordered, folder).items():
+                for group in self._groups(file, chosen):
+                    found |= {name: tensor.to(device) for name, tensor in group.items()}
         return {name: found[name] for name in ordered}
 
     def load_into(
-        self, tensors: Mapping[str, torch.Tensor], rank: int | None = None, *, tensor_parallel: int | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        rank: int | None = None,
+        *,
+        tensor_parallel: int | None = None,
+        expert_parallel: int | None = None,
     ) -> None:
         """Fill a model's own tensors, by name: CPU memory is read into directly, other devices are copied to.
 
@@ -193,7 +215,11 @@ class Release:
         that is not contiguous. If anything else is raised all of `tensors` are zeroed.
         """
         self._require_open()
-        folder = self._folders.folder(rank, tensor_parallel)
+        folder = self._folders.folder(rank, chosen_layout(tensor_parallel, expert_parallel))
+        with self._swapped.named():
+            self._fill(tensors, folder)
+
+    def _fill(self, tensors: Mapping[str, torch.Tensor], folder: str) -> None:
         self._folders.check_index(folder)
         wanted = self._by_file(tensors, folder)
         self._folders.check_headers(list(wanted))
@@ -209,43 +235,55 @@ class Release:
             raise
 
     def iter_tensors(
-        self, rank: int | None = None, *, tensor_parallel: int | None = None
+        self, rank: int | None = None, *, tensor_parallel: int | None = None, expert_parallel: int | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) one after the other in file order, some 256 MiB at a time in memory (a file, if signed whole).
 
         What was yielded is verified; what comes later is not yet, and may raise.
         """
         self._require_open()
-        folder = self._folders.folder(rank, tensor_parallel)
-        self._folders.check_index(folder)
-        for file in self._folders.files(folder):
-            for group in self._groups(file, None):
-                yield from group.items()
+        folder = self._folders.folder(rank, chosen_layout(tensor_parallel, expert_parallel))
+        with self._swapped.named():
+            self._folders.check_index(folder)
+            for file in self._folders.files(folder):
+                for group in self._groups(file, None):
+                    yield from group.items()
 
     def read_file(self, name: str) -> bytes:
         """The verified bytes of any signed file, read anew."""
         self._require_open()
-        return self._loader.read_file(name)
+        with self._swapped.named():
+            return self._loader.read_file(name)
 
-    def files_for(self, rank: int | None = None) -> tuple[str, ...]:
-        """The signed files that `rank` needs (None: all files), sorted. UsageError for a rank without files."""
+    def files_for(
+        self, rank: int | None = None, *, tensor_parallel: int | None = None, expert_parallel: int | None = None
+    ) -> tuple[str, ...]:
+        """The signed files that `rank` needs (None: all files), sorted. UsageError for a rank without files.
+
+        Those of every rank layout, or of the one that `tensor_parallel` or `expert_parallel` names.
+        """
+        layout = chosen_layout(tensor_parallel, expert_parallel)
         if rank is not None:
-            self._folders.folders_of(rank)
-        return tuple(sorted(needed_files(self._ranks, None if rank is None else (rank,))))
+            self._folders.folders_of(rank, layout)
+        elif layout is not None:
+            raise UsageError(f"{layout} is a layout of ranks, and no rank is named", remedy="name a rank")
+        return tuple(sorted(needed_files(self._ranks, None if rank is None else (rank,), layout)))
 
     def copy_files(self, copies: Collection[tuple[str, int]]) -> None:
         """Write verified files to open descriptors, (name, descriptor); throw the copies away if this raises."""
         self._require_open()
-        self._loader.copy_files(list(copies))
+        with self._swapped.named():
+            self._loader.copy_files(list(copies))
 
     def check_common_files(self, *, allow_code: bool) -> None:
         """Verify every file that all ranks need but weights and indexes, and that none of them brings code."""
         self._require_open()
         names = {name for name, ranks in self._ranks.items() if ranks is None}
         common = {name for name in names if role_of(name) not in {"weights", "index"}}
-        raise_first(check_code(self._trusted.digests, self._loader, config_names(common), allow_code=allow_code))
-        # These two were checked when they were read.
-        self._loader.check_files(common - {CHUNKS_NAME, MANIFEST_NAME})
+        with self._swapped.named():
+            raise_first(check_code(self._trusted.digests, self._loader, config_names(common), allow_code=allow_code))
+            # These two were checked when they were read.
+            self._loader.check_files(common - {CHUNKS_NAME, MANIFEST_NAME})
 
     def close(self) -> None:
         """Close the folder; tensors that were handed out stay valid."""

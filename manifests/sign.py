@@ -31,7 +31,9 @@ from memopt.manifests.file_names import (
 from memopt.manifests.file_roles import LEDGER_NAME, is_weights, ranks_of, role_of
 from memopt.manifests.hashing import WatchCallback, hash_files
 from memopt.manifests.keys import verify
-from memopt.manifests.ledger_check import check_ledger, ledger_outputs
+from memopt.manifests.ledger_check import check_ledger
+from memopt.manifests.ledger_digests import LedgerDigests
+from memopt.manifests.ledger_output import ledger_outputs
 from memopt.manifests.manifest import Manifest, ManifestFile, parse_manifest, render_manifest
 from memopt.manifests.release_description import (
     RELEASE_NAME,
@@ -43,7 +45,6 @@ from memopt.manifests.release_description import (
 from memopt.manifests.signed_files import PlainFiles
 from memopt.manifests.signer import Signer
 from memopt.manifests.statement import GIT_PATHS, Resource, parse_statement, render_statement
-from memopt.manifests.tensor_digests import TensorDigests, TensorSpan
 from memopt.manifests.tree import open_root, scan_tree
 from memopt.manifests.weights_check import check_weights
 from memopt.manifests.workers import default_jobs
@@ -236,17 +237,9 @@ def _ledger_watch(root_fd: int, sizes: Mapping[str, int]) -> dict[str, WatchCall
     if LEDGER_NAME not in sizes:
         return {}
     source = PlainFiles(root_fd)
-    spans: dict[str, list[TensorSpan]] = {}
-    data_starts: dict[str, int] = {}
-    for output in ledger_outputs(source.lines(LEDGER_NAME)):
-        if output.file not in data_starts:
-            data_starts[output.file] = source.header(output.file).data_start
-        start = data_starts[output.file]
-        tensor = output.tensor
-        spans.setdefault(output.file, []).append(
-            TensorSpan(tensor.name, start + tensor.start, start + tensor.end, output.sha256)
-        )
-    return {file: TensorDigests(file, found).update for file, found in spans.items()}
+    digests = LedgerDigests(ledger_outputs(source.lines(LEDGER_NAME)))
+    watches = {name: digests.watch(name, source) for name in sizes if is_weights(name)}
+    return {name: watch for name, watch in watches.items() if watch is not None}
 
 
 def _hash(

@@ -26,18 +26,28 @@ _FILE_MODE = 0o400
 _BATCH = 16
 
 
-def stage(release: Release, dest: str | Path, *, rank: int | None = None) -> Path:
+def stage(
+    release: Release,
+    dest: str | Path,
+    *,
+    rank: int | None = None,
+    tensor_parallel: int | None = None,
+    expert_parallel: int | None = None,
+) -> Path:
     """Copy the verified files of `release` (of `rank` only, if given) into the new folder `dest`; returns it.
+
+    `tensor_parallel`, `expert_parallel`: which of several rank layouts, as in `Release.load`.
 
     The folder (mode 0700) appears under its name when all of it is verified and on disk; a failure leaves nothing.
     Raises OutputError if `dest` exists or its parent does not, DiskFullError, and what `Release.load` raises.
     """
     dest = Path(dest)
+    names = release.files_for(rank, tensor_parallel=tensor_parallel, expert_parallel=expert_parallel)
     _check_dest(dest, release)
     with _refusals(dest):
         partial = Path(tempfile.mkdtemp(prefix=f".{dest.name[:100]}.", suffix=".partial", dir=dest.parent))
         try:
-            _copy_all(release, partial, release.files_for(rank))
+            _copy_all(release, partial, names)
             for name, raw in release.signature_files.items():
                 _write_small(partial / name, raw)
             _sync_folders(partial)

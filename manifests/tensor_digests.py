@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from memopt.errors import ContentError
@@ -21,10 +21,16 @@ class TensorSpan:
 
 
 class TensorDigests:
-    """Fed a file from its first byte to its last, compares every tensor with its span's digest as it ends."""
+    """Fed a file from its first byte to its last, compares every tensor with its span's digest as it ends.
 
-    def __init__(self, file: str, spans: Iterable[TensorSpan]) -> None:
+    `explain`: says of a span and the SHA-256 (hex) of its bytes what they are instead, if it knows.
+    """
+
+    def __init__(
+        self, file: str, spans: Iterable[TensorSpan], explain: Callable[[TensorSpan, str], str | None] | None = None
+    ) -> None:
         self._file = file
+        self._explain = explain
         self._spans = sorted(spans, key=lambda span: (span.start, span.end))
         self._next = 0
         self._state = hashlib.sha256()
@@ -37,12 +43,15 @@ class TensorDigests:
             self._state.update(piece[max(span.start - offset, 0) : span.end - offset])
             if span.end > end:
                 return
-            if self._state.hexdigest() != span.sha256:
+            found = self._state.hexdigest()
+            if found != span.sha256:
+                told = None if self._explain is None else self._explain(span, found)
                 raise ContentError(
-                    f"the bytes of {span.name[:200]!a} are not those that {LEDGER_NAME} names",
+                    f"the bytes of {span.name[:200]!a} are not those that {LEDGER_NAME} names"
+                    + (f", {told}" if told else ""),
                     file=self._file,
                     tensor=span.name,
-                    remedy="compress again: the file was changed since",
+                    remedy="put the files back" if told else "compress again: the file was changed since",
                 )
             self._state = hashlib.sha256()
             self._next += 1

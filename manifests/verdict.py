@@ -54,6 +54,19 @@ class Verdict:
     is_partial: bool = False
 
 
+def _finding(error: MemoptError) -> Finding:
+    return Finding(
+        error.code,
+        int(error.exit_code),
+        error.message,
+        error.remedy,
+        error.file,
+        getattr(error, "chunk", None),
+        getattr(error, "start_bytes", None),
+        getattr(error, "end_bytes", None),
+    )
+
+
 @dataclass
 class FindingList:
     """Collects findings while a verification goes on; the same one twice counts once."""
@@ -63,19 +76,19 @@ class FindingList:
 
     def add(self, error: MemoptError) -> None:
         """Record a refusal; a BadChunkError brings its chunk and offsets."""
-        finding = Finding(
-            error.code,
-            int(error.exit_code),
-            error.message,
-            error.remedy,
-            error.file,
-            getattr(error, "chunk", None),
-            getattr(error, "start_bytes", None),
-            getattr(error, "end_bytes", None),
-        )
+        finding = _finding(error)
         if finding not in self._seen:
             self._seen.add(finding)
             self.findings.append(finding)
+
+    def replace(self, error: MemoptError) -> None:
+        """Put `error` in place of all findings of its file that have its exit code: it explains them."""
+        finding = _finding(error)
+        explained = [f for f in self.findings if (f.file, f.exit_code) == (finding.file, finding.exit_code)]
+        place = self.findings.index(explained[0]) if explained else len(self.findings)
+        kept = [f for f in self.findings[place:] if f not in explained]
+        self.findings[place:] = [finding, *kept]
+        self._seen.add(finding)
 
     @property
     def exit_code(self) -> int:

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.errors import ContentError, LayoutError, MemoptError, UsageError
+from memopt.errors import ContentError, ExitCode, LayoutError, MemoptError, UsageError
 from memopt.manifests.code_check import check_code, config_names
 from memopt.manifests.content import check_content
 from memopt.manifests.digest import CHUNK_SIZE_BYTES, num_chunks
 from memopt.manifests.file_names import CHUNKS_NAME, MANIFEST_NAME
 from memopt.manifests.file_roles import LEDGER_NAME, is_weights, known_ranks, needed_files, ranks_of
 from memopt.manifests.ledger_check import check_ledger
+from memopt.manifests.rank_folders import MAX_RANKS, chosen_layout
 from memopt.manifests.signed_files import SignedFiles
+from memopt.manifests.swapped_files import SwappedFiles
 from memopt.manifests.tree import Tree, open_root, scan_tree
 from memopt.manifests.trusted_release import (
     TrustedRelease,
@@ -41,17 +43,18 @@ if TYPE_CHECKING:
 
 __all__ = ["VerifyOptions", "load_trusted", "verify_release"]
 
-MAX_RANK = 4095
+MAX_RANK = MAX_RANKS - 1
 # (bytes hashed, bytes to hash, file)
 ProgressCallback = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """`ranks`: look only at what these tensor-parallel ranks need (None: all). `jobs`: threads (None: one a core).
+    """`ranks`: look only at what these ranks need (None: all). `jobs`: threads (None: one a core).
 
     `quick`: do not hash weights, only their headers. `strict`: warnings (hard links, empty folders) refuse too.
     `now`: seconds since 1970, UTC (None: the clock's). `allow_linked_root`: the folder itself may be a symbolic link.
+    `tensor_parallel`, `expert_parallel`: with `ranks`, which one of several rank layouts, by its number of ranks.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -60,6 +63,13 @@ class VerifyOptions:
     strict: bool = False
     now: int | None = None
     allow_linked_root: bool = False
+    tensor_parallel: int | None = None
+    expert_parallel: int | None = None
+
+    @property
+    def layout(self) -> str | None:
+        """The folder of the rank layout that is meant ("tp8"), None for any; UsageError as `chosen_layout`."""
+        return chosen_layout(self.tensor_parallel, self.expert_parallel)
 
 
 def verify_release(
@@ -105,6 +115,8 @@ def _check_options(options: VerifyOptions) -> None:
     for rank in options.ranks or ():
         if not 0 <= rank <= MAX_RANK:
             raise UsageError(f"rank {rank} is not within 0 and {MAX_RANK}")
+    if options.layout is not None and options.ranks is None:
+        raise UsageError(f"{options.layout} is a layout of ranks, and no rank is named", remedy="name a rank")
 
 
 class _Verification:
@@ -154,15 +166,20 @@ class _Verification:
         files = SignedFiles(root_fd, release.signed_file)
         self._check_parts(files, release, readable)
         self._check_content(root_fd, release, readable)
+        self._name_swapped(SwappedFiles(root_fd, release), release)
 
     def _needed(self, release: TrustedRelease) -> set[str]:
         ranks = _ranks_by_name(release)
         wanted = self._options.ranks
-        known = known_ranks(ranks.values())
+        layout = self._options.layout
+        known = known_ranks(ranks, layout)
+        if layout is not None and not known:
+            raise UsageError(f"the release has no rank layout {layout}", remedy="name one that it has, or none")
         if wanted is not None and known and not set(wanted) <= known:
             absent = min(set(wanted) - known)
-            raise UsageError(f"the release has no rank {absent}", remedy=f"it has {len(known)} ranks, from 0 on")
-        return needed_files(ranks, wanted)
+            place = "" if layout is None else f" in {layout}"
+            raise UsageError(f"the release has no rank {absent}{place}", remedy=f"it has {len(known)} ranks, from 0 on")
+        return needed_files(ranks, wanted, layout)
 
     def _check_layout(
         self, tree: Tree, release: TrustedRelease, needed: set[str], unusable: set[str]
@@ -251,6 +268,14 @@ class _Verification:
         for problem in report.problems:
             self.add(problem)
         self._verified |= {name: readable[name] for name in report.verified_files}
+
+    def _name_swapped(self, swapped: SwappedFiles, release: TrustedRelease) -> None:
+        """Say of files that fail whose bytes they hold, in place of which chunks differ."""
+        failed = {f.file for f in self._findings.findings if f.exit_code == ExitCode.CONTENT and f.file is not None}
+        for name in sorted(failed & release.digests.keys()):
+            problem = swapped.problem(name)
+            if problem is not None:
+                self._findings.replace(problem)
 
     def verdict(self, seconds: float) -> Verdict:
         """The outcome."""

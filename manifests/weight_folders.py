@@ -1,11 +1,11 @@
-"""The folders of weights in a signed release: the hub layout at the top, and a folder for each tensor-parallel rank."""
+"""The folders of weights in a signed release: the hub layout at the top, and one for each rank of a rank layout."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
 from memopt.errors import IndexFileError, LayoutError, MemoptError, UsageError
-from memopt.manifests.file_roles import LEDGER_NAME, is_weights, known_ranks
+from memopt.manifests.file_roles import LEDGER_NAME, is_of_layout, is_weights, known_ranks
 from memopt.manifests.ledger_check import check_ledger
 from memopt.manifests.loader import Loader
 from memopt.manifests.safetensors_index import INDEX_NAME, MAX_INDEX_SIZE_BYTES, parse_index
@@ -43,10 +43,13 @@ class WeightFolders:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that have files of their own."""
-        return tuple(sorted(known_ranks(self._ranks.values())))
+        return tuple(sorted(known_ranks(self._ranks)))
 
-    def folders_of(self, rank: int) -> list[str]:
-        """The folders with weights of `rank`: one for each tensor-parallel degree. UsageError if there are none."""
+    def folders_of(self, rank: int, layout: str | None = None) -> list[str]:
+        """The folders with weights of `rank`, one for each rank layout. UsageError if there are none.
+
+        `layout`: only that rank layout's ("tp8").
+        """
         folders = {
             _folder_of(name)
             for name, ranks in self._ranks.items()
@@ -55,19 +58,32 @@ class WeightFolders:
         if not folders:
             have = f"files of ranks {', '.join(map(str, self.ranks))}" if self.ranks else "the hub layout only"
             raise UsageError(f"there are no files of rank {rank}", remedy=f"the release has {have}")
-        return sorted(folders)
+        chosen = sorted(folder for folder in folders if is_of_layout(folder, layout))
+        if not chosen:
+            raise UsageError(f"rank {rank} is not in {layout}/", remedy=f"it is in {', '.join(sorted(folders))}")
+        return chosen
 
-    def folder(self, rank: int | None, tensor_parallel: int | None) -> str:
+    def folder(self, rank: int | None, layout: str | None) -> str:
         """The one folder that is meant; UsageError if there is none, or more than one."""
         if rank is None:
+            if layout is not None:
+                raise UsageError(f"{layout} is a layout of ranks, and no rank is named", remedy="name a rank")
+            if self.ranks and not self._has_hub:
+                raise UsageError(
+                    "the release has no hub layout", remedy=f"name one of ranks {', '.join(map(str, self.ranks))}"
+                )
             return HUB_FOLDER
-        folders = self.folders_of(rank)
-        if tensor_parallel is not None:
-            folders = [folder for folder in folders if folder.startswith(f"tp{tensor_parallel}/")]
+        folders = self.folders_of(rank, layout)
         if len(folders) != 1:
-            found = f"is in several layouts: {', '.join(folders)}" if folders else f"is not in tp{tensor_parallel}/"
-            raise UsageError(f"rank {rank} {found}", remedy="say which one with tensor_parallel")
+            raise UsageError(
+                f"rank {rank} is in several layouts: {', '.join(folders)}",
+                remedy="say which one with tensor_parallel or expert_parallel",
+            )
         return folders[0]
+
+    @property
+    def _has_hub(self) -> bool:
+        return any(is_weights(name) and _folder_of(name) == HUB_FOLDER for name in self._ranks)
 
     def files(self, folder: str) -> list[str]:
         """The weight files of `folder`, sorted; LayoutError if there are none."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from memopt.errors import ContentError, IndexFileError, LayoutError, MemoptError, MemoptIOError
 from memopt.manifests.file_roles import INDEX_SUFFIX, is_weights
+from memopt.manifests.rank_folders import place_problem
 from memopt.manifests.safetensors_header import FileHeader, TensorHeader
 from memopt.manifests.safetensors_index import INDEX_NAME, MAX_INDEX_SIZE_BYTES, parse_index
 from memopt.manifests.signed_files import FileSource
@@ -30,6 +31,10 @@ class SetPrint:
     def add(self, text: str) -> None:
         self.count += 1
         self.total = (self.total + int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")) % _MODULUS
+
+    def __add__(self, other: SetPrint) -> SetPrint:
+        """The fingerprint of both sets together."""
+        return SetPrint(self.count + other.count, (self.total + other.total) % _MODULUS)
 
 
 def print_of(texts: Iterable[str]) -> SetPrint:
@@ -143,6 +148,8 @@ def _check_headers(
         tensors = print_of(tensor_text(tensor) for tensor in header.tensors)
         is_expected = name not in expected or expected[name] == print_of(tensor.name for tensor in header.tensors)
         error = None if is_expected else _difference(name, header, source)
+        # Swapped files differ from the ledger too; where they belong says more.
+        error = place_problem(name, header.metadata) or error
         with lock:
             report.tensors[name] = tensors
             report.header_sizes[name] = header.data_start

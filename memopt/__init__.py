@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memopt.compressor.plan import Plan, PlanOptions
     from memopt.compressor.progress import Progress
     from memopt.compressor.publish import PushOptions, PushResult, push_release
+    from memopt.compressor.ranks.api import merge, shard
     from memopt.compressor.recipe import Recipe, load_recipe
     from memopt.manifests.release import Release, open_release
     from memopt.manifests.sign import SignOptions, SignResult, sign_release
@@ -50,6 +51,8 @@ _HOMES = {
     "PushOptions": "memopt.compressor.publish",
     "PushResult": "memopt.compressor.publish",
     "push_release": "memopt.compressor.publish",
+    "merge": "memopt.compressor.ranks.api",
+    "shard": "memopt.compressor.ranks.api",
     "Recipe": "memopt.compressor.recipe",
     "load_recipe": "memopt.compressor.recipe",
     "Release": "memopt.manifests.release",
@@ -86,11 +89,13 @@ __all__ = [
     "dequantize",
     "inspect",
     "load_recipe",
+    "merge",
     "open_release",
     "plan",
     "plan_config",
     "pull_release",
     "push_release",
+    "shard",
     "sign_release",
     "stage",
     "verify_release",

@@ -64,6 +64,12 @@ class AlignmentError(UsageError):
     code = "MEMOPT_ALIGNMENT"
 
 
+class CapacityError(UsageError):
+    """A model, a length or a number of requests does not fit the GPUs it is planned for."""
+
+    code = "MEMOPT_CAPACITY"
+
+
 class LintError(UsageError):
     """An engine would refuse or garble the planned output."""
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, StoredTensor, WeightFile
 from memopt.compressor.checkpoint.disk_errors import read_error
@@ -21,12 +24,49 @@ def _header_digest(descriptor: int, size_bytes: int) -> str:
     return hashlib.sha256(read_exactly(descriptor, min(LENGTH_SIZE_BYTES + length, size_bytes), 0)).hexdigest()
 
 
-class SourceReader:
-    """Open files of a checkpoint. Reads are positional, so one reader serves every worker thread."""
+class OpenFiles:
+    """Open files of a checkpoint or release. Reads are positional, so that several threads may share them."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+
+    def read_into(self, tensor: StoredTensor, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `offset` of `tensor`; TruncatedError, MemoptIOError."""
+        descriptor = self._descriptors[tensor.file]
+        position = tensor.start + offset
+        while buffer:
+            try:
+                count = os.preadv(descriptor, [buffer], position)
+            except OSError as problem:
+                raise read_error(problem, tensor.file, tensor.name) from None
+            if count == 0:
+                raise TruncatedError(
+                    f"the file ends at byte {position:,}, inside the tensor", tensor=tensor.name, file=tensor.file
+                )
+            buffer = buffer[count:]
+            position += count
+
+    def close(self) -> None:
+        """Close every file."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SourceReader(OpenFiles):
+    """All files of a checkpoint, open: one reader serves every worker thread."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
-        self._descriptors: dict[str, int] = {}
         self.stamps: dict[str, FileStamp] = {}
         try:
             for name, file in checkpoint.files.items():
@@ -52,27 +92,9 @@ class SourceReader:
             raise SourceChangedError("its header was changed since it was planned", file=name)
         self.stamps[name] = FileStamp.of(status)
 
-    def read_into(self, tensor: StoredTensor, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `offset` of `tensor`; TruncatedError, MemoptIOError."""
-        descriptor = self._descriptors[tensor.file]
-        position = tensor.start + offset
-        while buffer:
-            try:
-                count = os.preadv(descriptor, [buffer], position)
-            except OSError as problem:
-                raise read_error(problem, tensor.file, tensor.name) from None
-            if count == 0:
-                raise TruncatedError(
-                    f"the file ends at byte {position:,}, inside the tensor", tensor=tensor.name, file=tensor.file
-                )
-            buffer = buffer[count:]
-            position += count
-
-    def read(self, tensor: StoredTensor) -> bytearray:
-        """A whole (small) tensor's bytes."""
-        data = bytearray(tensor.size_bytes)
-        self.read_into(tensor, 0, memoryview(data))
-        return data
+    def open_files(self, _names: Collection[str]) -> AbstractContextManager[SourceReader]:
+        """The reader itself: all files are open already, and a thread may read from any of them."""
+        return nullcontext(self)
 
     def require_unchanged(self) -> None:
         """SourceChangedError if a file was touched since it was opened."""
@@ -81,16 +103,3 @@ class SourceReader:
                 raise SourceChangedError(
                     "was changed while it was read", file=name, remedy="compress from a checkpoint that stays still"
                 )
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def __enter__(self) -> SourceReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,41 +1,54 @@
-"""Writing one safetensors file in file order: the header was planned, the data streams, every tensor is hashed."""
+"""Writing one safetensors file: header and places were planned, the data streams, every tensor is hashed."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from memopt.compressor.checkpoint.disk_errors import write_error
 from memopt.errors import SizeMismatchError
 from memopt.manifests.safetensors_header import TensorHeader
 
 WRITE_BUFFER_BYTES = 2**20
-_FAULT_IN_MEMOPT = "this is a fault in memopt: report it with the tensor's name; the source and other files are sound"
+FAULT_IN_MEMOPT = "this is a fault in memopt: report it with the tensor's name; the source and other files are sound"
 Bytes = bytes | bytearray | memoryview
+
+
+class TensorSink(Protocol):
+    """Where the work on tensors goes: chunks of whole rows (whole elements of what has no rows), in order."""
+
+    def append(self, name: str, chunk: Bytes, /) -> None:
+        """Take the next bytes of tensor `name`."""
 
 
 class UnitFile:
     """A file being written at a temporary path.
 
-    Chunks of a tensor come in order; tensors may come in any order. What is ahead of its place waits in memory
-    (an INT4 tensor's scales until its last words are written).
+    Chunks of a tensor come in order; tensors may come in any order, for every one's place is planned. `unhashed`:
+    tensors whose digest is known from elsewhere.
     """
 
-    def __init__(self, path: Path, header: bytes, layout: tuple[TensorHeader, ...]) -> None:
+    def __init__(
+        self, path: Path, header: bytes, layout: tuple[TensorHeader, ...], unhashed: frozenset[str] = frozenset()
+    ) -> None:
         self._path = path
-        self._layout = layout
-        self._current = 0
+        self._position = {tensor.name: len(header) + tensor.start for tensor in layout}
         self._remaining = {tensor.name: tensor.size_bytes for tensor in layout}
-        self._waiting: dict[str, list[bytes]] = {}
-        self._hashes = {tensor.name: hashlib.sha256() for tensor in layout}
+        self._hashes = {tensor.name: hashlib.sha256() for tensor in layout if tensor.name not in unhashed}
         try:
-            self._stream = open(path, "wb", buffering=WRITE_BUFFER_BYTES)  # noqa: SIM115 (closed by finish or exit)
-            self._stream.write(header)
+            self._stream = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by finish or exit)
         except OSError as problem:
             raise write_error(problem, str(path)) from None
+        try:
+            self._write(memoryview(header), 0)
+        except BaseException:
+            self._stream.close()
+            raise
 
     def append(self, name: str, chunk: Bytes) -> None:
         """Add the next bytes of tensor `name`; SizeMismatchError if it gets more than the plan gave it."""
@@ -46,43 +59,33 @@ class UnitFile:
                 f"{-self._remaining[name]:,} bytes more than planned",
                 tensor=name,
                 file=self._path.name,
-                remedy=_FAULT_IN_MEMOPT,
+                remedy=FAULT_IN_MEMOPT,
             )
-        self._hashes[name].update(view)
-        if self._layout[self._current].name != name:
-            self._waiting.setdefault(name, []).append(bytes(view))
-            return
-        self._write(view)
-        self._advance()
+        if name in self._hashes:
+            self._hashes[name].update(view)
+        self._write(view, self._position[name])
+        self._position[name] += view.nbytes
 
-    def _advance(self) -> None:
-        while self._current < len(self._layout):
-            name = self._layout[self._current].name
-            for chunk in self._waiting.pop(name, ()):
-                self._write(chunk)
-            if self._remaining[name]:
-                return
-            self._current += 1
-
-    def _write(self, chunk: Bytes) -> None:
+    def _write(self, view: memoryview, position: int) -> None:
         try:
-            self._stream.write(chunk)
+            while view:
+                count = os.pwrite(self._stream.fileno(), view, position)
+                view = view[count:]
+                position += count
         except OSError as problem:
             raise write_error(problem, str(self._path)) from None
 
     def finish(self) -> dict[str, str]:
-        """Flush to disk and close; tensor name -> sha256. SizeMismatchError if a tensor got less than planned."""
-        self._advance()
+        """Flush to disk and close; hashed tensor -> sha256 (hex). SizeMismatchError if a tensor got too little."""
         short = [name for name, count in self._remaining.items() if count]
         if short:
             raise SizeMismatchError(
                 f"{self._remaining[short[0]]:,} bytes fewer than planned",
                 tensor=short[0],
                 file=self._path.name,
-                remedy=_FAULT_IN_MEMOPT,
+                remedy=FAULT_IN_MEMOPT,
             )
         try:
-            self._stream.flush()
             os.fsync(self._stream.fileno())
             self._stream.close()
         except OSError as problem:
@@ -95,12 +98,9 @@ class UnitFile:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a failed write, closing flushes again and fails again: the first error is the one to report.
-        try:
+        # Whatever closing may find after a failed write, the first error is the one to report.
+        with suppress(OSError):
             self._stream.close()
-        except OSError as problem:
-            if kind is None:
-                raise write_error(problem, str(self._path)) from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -108,7 +108,9 @@ def moe(scope: LayerScope, c: TextConfig) -> Iterator[TensorSpec]:
     yield scope.linear("mlp.gate", c.n_routed_experts, c.hidden_size, Role.ROUTER, is_quantized=False)
     yield scope.vector("mlp.gate.e_score_correction_bias", c.n_routed_experts, Role.ROUTER_BIAS)
     for expert in range(c.n_routed_experts):
-        yield from gated_mlp(scope, f"mlp.experts.{expert}", c.hidden_size, c.moe_intermediate_size, Role.ROUTED_EXPERT)
+        name = f"mlp.experts.{expert}"
+        for spec in gated_mlp(scope, name, c.hidden_size, c.moe_intermediate_size, Role.ROUTED_EXPERT):
+            yield replace(spec, expert=expert, num_experts=c.n_routed_experts)
     if c.n_shared_experts:
         shared = c.moe_intermediate_size * c.n_shared_experts
         yield from gated_mlp(scope, "mlp.shared_experts", c.hidden_size, shared, Role.SHARED_EXPERT)

@@ -57,6 +57,7 @@ class TensorSpec:
     `is_linear`: an engine's Linear module (may be quantized, must be in `ignore` when it is not).
     `is_published_quantized`: whether the published FP8 (or INT4) checkpoint of the family stores it quantized.
     `is_required`: False for tensors that some releases of the family lack.
+    `expert`: the routed expert that it belongs to, of `num_experts` in its layer; None for every other tensor.
     """
 
     name: str
@@ -68,6 +69,8 @@ class TensorSpec:
     is_linear: bool = False
     is_published_quantized: bool = False
     is_required: bool = True
+    expert: int | None = None
+    num_experts: int = 0
 
     @property
     def module(self) -> str:

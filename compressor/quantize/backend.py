@@ -1,8 +1,11 @@
-"""Where rounding runs: numba on the CPU, or torch on a CUDA device. Both give the same bytes."""
+"""Where rounding runs: numba on the CPU, Triton or torch on a CUDA device. All give the same bytes."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,6 +22,8 @@ CPU_CHUNK_BYTES = 2 * 2**20
 # as many weights as int4_device.py rounds in a step or two.
 DEVICE_CHUNK_BYTES = 32 * 2**20
 _NVIDIA_CONTROL = "/dev/nvidiactl"
+# Compute capability (major, minor) from which Triton compiles conversions from e4m3.
+_FIRST_WITH_FP8 = (8, 9)
 
 
 class QuantizeBackend(Protocol):
@@ -56,7 +61,7 @@ class CpuBackend:
 
 
 class TorchBackend:
-    """The torch kernels on one device ("cuda", or "cpu" in tests). MemoptIOError when the device's memory is full."""
+    """The kernels for tensors on one device ("cuda", or "cpu" in tests). MemoptIOError when its memory is full."""
 
     chunk_bytes = DEVICE_CHUNK_BYTES
 
@@ -90,14 +95,12 @@ class TorchBackend:
     ) -> Int4Rows[npt.NDArray]:
         import torch
 
-        from memopt.kernels import int4_device
-
         # torch has no arithmetic on uint16: BF16 bits travel as bfloat16.
         source = torch.from_numpy(weight if weight.dtype == np.uint8 else weight.view(np.int16))
         if weight.dtype != np.uint8:
             source = source.view(torch.bfloat16)
         scale = None if block_scale is None else torch.from_numpy(block_scale).to(self.name)
-        rows = int4_device.quantize_int4(source.to(self.name), scale, block, spec)
+        rows = device_kernel(self.name)(source.to(self.name), scale, block, spec)
         return Int4Rows(
             rows.packed.cpu().numpy(),
             rows.scale_bits.cpu().numpy().view(np.uint16),
@@ -106,6 +109,25 @@ class TorchBackend:
             rows.max_error.cpu().numpy(),
             rows.num_clipped.cpu().numpy(),
         )
+
+
+def device_kernel(device: str) -> Callable[..., Int4Rows]:
+    """`quantize_int4` for tensors on `device`: one fused Triton kernel where it can run, else torch's operations."""
+    if device.startswith("cuda") and _can_use_triton():
+        from memopt.kernels import fp8_int4_triton
+
+        return fp8_int4_triton.quantize_int4
+    from memopt.kernels import int4_device
+
+    return int4_device.quantize_int4
+
+
+def _can_use_triton() -> bool:
+    """True when Triton is installed, finds the C compiler that builds its launchers, and the GPU converts FP8."""
+    import torch
+
+    has_compiler = "CC" in os.environ or any(shutil.which(name) for name in ("gcc", "clang"))
+    return find_spec("triton") is not None and has_compiler and torch.cuda.get_device_capability() >= _FIRST_WITH_FP8
 
 
 def _has_cuda() -> bool:

@@ -1,7 +1,7 @@
 """Casts and products for Triton kernels that are right both compiled and in Triton's interpreter.
 
 The interpreter is silently wrong for BF16 arithmetic and dots, truncates float32 -> BF16, and loses carries in
-float32 -> e4m3 (triton 3.9; docs/kernels.md, "The interpreter"). Kernels use these instead of `.to`.
+float32 -> e4m3 (triton 3.9; docs/kernels/gates.md, "The interpreter"). Kernels use these instead of `.to`.
 """
 
 # Triton compiles these from the types it is called with.
@@ -17,6 +17,12 @@ import triton.language as tl
 # Triton reads the variable when it decorates: a process is either interpreted or compiling.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+
+def constant(value):
+    """A number of a module as kernels may read it: the compiler wants a constexpr, with which the interpreter fails
+    where Python wants a number (`range`, `//` and `%` of numbers)."""
+    return value if IS_INTERPRETED else tl.constexpr(value)
 
 
 @triton.jit

@@ -33,6 +33,8 @@ def compress_command(
     out: str,
     recipe: str | None,
     tensor_parallel: int | None,
+    expert_parallel: int | None,
+    layout: str | None,
     max_file_size: int | None,
     allow_code: bool,
     release_name: str | None,
@@ -44,8 +46,8 @@ def compress_command(
     """Compress checkpoint SRC (a folder or org/name@revision) into folder OUT.
 
     Streams: host memory stays small whatever the checkpoint's size. Run the same command again after an interruption
-    and it goes on where it stopped; the result is the same to the byte. With --key it is signed at
-    the end, as by `memopt sign`.
+    and it goes on where it stopped; the result is the same to the byte. --tp N or --ep N add a folder of files for
+    every rank, written in the same pass. With --key it is signed at the end, as by `memopt sign`.
     """
     with refusals("compress", as_json=as_json):
         from memopt.cli.plan import build_options
@@ -61,7 +63,14 @@ def compress_command(
                 source,
                 out,
                 recipe=recipe,
-                options=build_options(tensor_parallel, max_file_size, allow_code, release_name),
+                options=build_options(
+                    tensor_parallel,
+                    max_file_size,
+                    allow_code,
+                    release_name,
+                    expert_parallel=expert_parallel,
+                    layout=layout,
+                ),
                 workers=workers,
                 device=device,  # type: ignore[arg-type]  # click.Choice gives one of the three
                 progress=progress,

@@ -7,11 +7,13 @@ import shutil
 import signal
 import stat
 import sys
+from dataclasses import replace
 
 import click
 
 from memopt.cli.hash_progress import HashProgress
 from memopt.cli.output import echo_quietly, refusals
+from memopt.cli.rank_options import rank_layout_options
 from memopt.cli.termination_log import termination_log_option, termination_message
 from memopt.cli.trust_options import jobs_option, load_trust, trust_options
 from memopt.cli.verify import print_findings, summary_lines
@@ -30,6 +32,7 @@ PLACEHOLDER = "{}"
 @click.argument("folder", metavar="DIR")
 @trust_options
 @click.option("--rank", metavar="N", type=click.IntRange(0, 4095), default=None, help="Only what rank N needs.")
+@rank_layout_options
 @jobs_option
 @click.option(
     "--stage",
@@ -46,6 +49,8 @@ def exec_command(
     policy: str | None,
     key: str | None,
     rank: int | None,
+    tensor_parallel: int | None,
+    expert_parallel: int | None,
     jobs: int | None,
     dest: str | None,
     allow_linked_root: bool,
@@ -72,7 +77,13 @@ def exec_command(
             raise UsageError("CMD does not name the copy", remedy=f"put {PLACEHOLDER} where CMD takes the folder")
         with termination_message("exec", termination_log) as message:
             trust = load_trust(policy, key)
-            options = VerifyOptions(None if rank is None else (rank,), jobs, allow_linked_root=allow_linked_root)
+            options = VerifyOptions(
+                None if rank is None else (rank,),
+                jobs,
+                allow_linked_root=allow_linked_root,
+                tensor_parallel=tensor_parallel,
+                expert_parallel=expert_parallel,
+            )
             if dest is not None and not os.path.lexists(dest):
                 _stage(folder, dest, trust, options)
             else:
@@ -96,7 +107,7 @@ def exec_command(
 def served_command(command: tuple[str, ...], folder: str, served: str) -> list[str]:
     """`command` with the folder to serve in place of {} and of `folder` itself, alone or as NAME={} and NAME=folder."""
 
-    def replace(argument: str) -> str:
+    def replaced(argument: str) -> str:
         if argument in {PLACEHOLDER, folder}:
             return served
         for place in (PLACEHOLDER, folder):
@@ -104,7 +115,7 @@ def served_command(command: tuple[str, ...], folder: str, served: str) -> list[s
                 return argument.removesuffix(place) + served
         return argument
 
-    return [command[0], *(replace(argument) for argument in command[1:])]
+    return [command[0], *(replaced(argument) for argument in command[1:])]
 
 
 def _verify(folder: str, dest: str | None, trust: TrustPolicy, options: VerifyOptions) -> Verdict:
@@ -122,7 +133,7 @@ def _verify(folder: str, dest: str | None, trust: TrustPolicy, options: VerifyOp
         wanted = load_trusted(root_fd, trust)
     finally:
         os.close(root_fd)
-    verdict = verify_release(dest, trust, VerifyOptions(options.ranks, options.jobs, strict=True), HashProgress())
+    verdict = verify_release(dest, trust, replace(options, strict=True, allow_linked_root=False), HashProgress())
     if verdict.is_ok and verdict.root_digest != wanted.root_digest:
         raise OutputError("is the copy of another release", file=dest, remedy="remove it, or name a new folder")
     return verdict
@@ -133,5 +144,11 @@ def _stage(folder: str, dest: str, trust: TrustPolicy, options: VerifyOptions) -
     from memopt.manifests.stage import stage
 
     with open_release(folder, policy=trust, jobs=options.jobs, allow_linked_root=options.allow_linked_root) as release:
-        path = stage(release, dest, rank=None if options.ranks is None else options.ranks[0])
+        path = stage(
+            release,
+            dest,
+            rank=None if options.ranks is None else options.ranks[0],
+            tensor_parallel=options.tensor_parallel,
+            expert_parallel=options.expert_parallel,
+        )
     echo_quietly(f"staged      verified bytes of {folder} in {path}", err=True)

@@ -19,6 +19,8 @@ _COMMANDS = {
     "plan": "memopt.cli.plan",
     "compress": "memopt.cli.compress",
     "dequantize": "memopt.cli.dequantize",
+    "shard": "memopt.cli.shard",
+    "merge": "memopt.cli.merge",
     "keygen": "memopt.cli.keygen",
     "key": "memopt.cli.key",
     "sign": "memopt.cli.sign",

@@ -10,6 +10,8 @@ import click
 from memopt.cli.output import parse_size
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+# A mistyped degree is told as such; the formats allow a few times more.
+MAX_DEGREE = 1024
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one machine-readable verdict.")
 workers_option = click.option(
@@ -35,15 +37,42 @@ def recipe_option(function: Function) -> Function:
     )(function)
 
 
+def rank_degree_options(*, tensor_parallel_help: str) -> Callable[[Function], Function]:
+    """--tp and --ep, as parameters `tensor_parallel` and `expert_parallel`."""
+
+    def decorate(function: Function) -> Function:
+        degree = click.IntRange(1, MAX_DEGREE)
+        decorators = [
+            click.option("--tp", "tensor_parallel", metavar="N", type=degree, default=None, help=tensor_parallel_help),
+            click.option(
+                "--ep",
+                "expert_parallel",
+                metavar="N",
+                type=degree,
+                default=None,
+                help="Files for N expert-parallel ranks: routed experts whole on one of them, the rest cut as by --tp.",
+            ),
+        ]
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
 def plan_options(function: Function) -> Function:
-    """The options that shape a plan: --tp, --max-file-size, --allow-code, --name."""
+    """The options that shape a plan: --tp, --ep, --layout, --max-file-size, --allow-code, --name."""
     decorators = [
+        rank_degree_options(
+            tensor_parallel_help="Files for N tensor-parallel ranks; refused unless every tensor divides by N "
+            "(default: no rank files, and the recipe's degree must divide)."
+        ),
         click.option(
-            "--tp",
-            "tensor_parallel",
-            type=click.IntRange(1, 1024),
+            "--layout",
+            type=click.Choice(["hub", "tp", "both"]),
             default=None,
-            help="Refuse unless every tensor divides by this tensor-parallel degree (default: the recipe's).",
+            help="Files for engines (hub), for ranks (tp: of --tp or --ep), or both "
+            "(default: both with --tp or --ep above 1, else hub).",
         ),
         max_file_size_option,
         click.option("--allow-code", is_flag=True, help="Copy the source's .py files; release.json then lists them."),

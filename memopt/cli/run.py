@@ -132,6 +132,13 @@ def error_text(figures: ErrorSummary) -> str:
     return f"relative MSE {relative}, largest {figures.max_error:.4g}, clipped {figures.clipped_share:.2%}"
 
 
+def files_text(result: RunResult) -> str:
+    """How many weight files of which kind were made."""
+    num_hub_files = result.num_units if "hub" in result.layouts else 0
+    counts = ((num_hub_files, "weight file"), (result.num_rank_files, "rank file"))
+    return " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
+
+
 def report(command: str, result: RunResult, next_step: str, *, as_json: bool) -> None:
     """Say what was made, where, how big, and what to do next."""
     if as_json:
@@ -145,11 +152,12 @@ def report(command: str, result: RunResult, next_step: str, *, as_json: bool) ->
         resumed = f", {result.num_resumed_units} of them from an interrupted run" if result.num_resumed_units else ""
         own_size_bytes = result.input_size_bytes - result.resumed_size_bytes
         rate = own_size_bytes / 1e9 / max(result.seconds, 1e-9)
-        plural = "" if result.num_units == 1 else "s"
-        click.echo(f"made        {result.out}: {result.num_units} weight file{plural}{resumed}")
+        click.echo(f"made        {result.out}: {files_text(result)}{resumed}")
         click.echo(
             f"size        {size_text(result.input_size_bytes)} -> {size_text(result.weights_size_bytes)} of weights"
         )
+        if result.written_size_bytes != result.weights_size_bytes:
+            click.echo(f"written     {size_text(result.written_size_bytes)}: {' and '.join(result.layouts)} files")
         click.echo(f"time        {duration_text(result.seconds)}, {rate:.2f} GB/s of source")
         for role, figures in result.errors_by_role.items():
             click.echo(f"rounding    {role}: {error_text(figures)}")

@@ -9,6 +9,7 @@ from memopt.cli.output import duration_text, one_line, size_text
 from memopt.compressor.estimate import Estimate
 from memopt.compressor.inspection import Inspection
 from memopt.compressor.plan import Plan
+from memopt.compressor.ranks.layout import EXPERT_PARALLEL
 from memopt.compressor.tensor_plan import Fate
 
 MAX_LISTED_PROBLEMS = 20
@@ -75,7 +76,8 @@ def print_plan(console: Console, plan: Plan, sizes: dict[str, int], guess: Estim
     for skipped in plan.skipped_files:
         console.print(f"  not copied: {one_line(skipped.name)} ({skipped.reason})")
     engines = ", ".join(plan.recipe.engines) or "none promised"
-    console.print(f"\nEngine lint: passes for {engines}; tensor-parallel {plan.tensor_parallel} divides")
+    kind = "expert-parallel" if plan.checked_ranks.kind == EXPERT_PARALLEL else "tensor-parallel"
+    console.print(f"\nEngine lint: passes for {engines}; {kind} {plan.tensor_parallel} divides")
     for note in plan.notes:
         module = f" ({note.module})" if note.module else ""
         console.print(f"  {note.engine}: {note.message}{module}")

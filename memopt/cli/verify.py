@@ -10,6 +10,7 @@ import click
 
 from memopt.cli.options import json_option
 from memopt.cli.output import duration_text, echo_quietly, one_line, refusals, size_text
+from memopt.cli.rank_options import rank_layout_options
 from memopt.cli.termination_log import termination_log_option, termination_message
 from memopt.cli.trust_options import jobs_option, load_trust, trust_options
 
@@ -28,8 +29,9 @@ MAX_PRINTED_LINES = 100
     metavar="N",
     type=click.IntRange(0, 4095),
     multiple=True,
-    help="Look only at what tensor-parallel rank N needs; again for further ranks.",
+    help="Look only at what rank N needs; again for further ranks.",
 )
+@rank_layout_options
 @jobs_option
 @click.option("--quick", is_flag=True, help="Do not hash weights, only their headers; the verdict says partial.")
 @click.option("--strict", is_flag=True, help="Refuse hard links and empty folders too.")
@@ -41,6 +43,8 @@ def verify_command(
     policy: str | None,
     key: str | None,
     ranks: tuple[int, ...],
+    tensor_parallel: int | None,
+    expert_parallel: int | None,
     jobs: int | None,
     quick: bool,
     strict: bool,
@@ -60,7 +64,16 @@ def verify_command(
         from memopt.manifests.verify import VerifyOptions, verify_release
 
         trust = load_trust(policy, key)
-        options = VerifyOptions(ranks or None, jobs, quick, strict, None, allow_linked_root)
+        options = VerifyOptions(
+            ranks or None,
+            jobs,
+            quick,
+            strict,
+            None,
+            allow_linked_root,
+            tensor_parallel=tensor_parallel,
+            expert_parallel=expert_parallel,
+        )
         verdict = verify_release(folder, trust, options, HashProgress())
         fields = verdict_fields(verdict)
         message.update(fields)

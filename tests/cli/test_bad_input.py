@@ -195,7 +195,7 @@ def test_an_unreadable_file(source: Path) -> None:
 
 
 def test_an_unexpected_fault_is_one_line(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("first\nsecond")
 
     monkeypatch.setattr(plan_command, "build_options", fail)
@@ -208,7 +208,7 @@ def test_an_unexpected_fault_is_one_line(good: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_fault_of_the_system_is_one_line(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(5, "Input/output error", "/dev/broken")
 
     monkeypatch.setattr(plan_command, "build_options", fail)

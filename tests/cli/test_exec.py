@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_ranks import write_rank_release
 from tiny_releases import CREATED, IDENTITY, KEY, SHARDS, flip_byte, sign, signed_release
 
 from cli.invoke import Outcome, run_command
@@ -84,6 +86,23 @@ def test_a_copy_of_another_release_or_an_open_folder_is_not_served(folder: Path,
     assert not (tmp_path / "started").exists()
 
 
+def test_one_rank_of_one_of_two_layouts(tmp_path: Path) -> None:
+    (tmp_path / "key.pub").write_bytes(KEY.public_key.pem)
+    folder = write_rank_release(tmp_path / "release", "tp2")
+    shutil.move(write_rank_release(tmp_path / "other", "ep2") / "ep2", folder / "ep2")
+    sign(folder)
+    staged = tmp_path / "staged"
+    for _ in range(2):
+        # The second time the copy is verified, and served again.
+        done = run(folder, "--stage", staged, "--rank", "1", "--ep", "2", "--", "ls", "{}")
+        assert (done.code, "ep2" in done.stdout, "tp2" in done.stdout) == (0, True, False), done.stderr
+    assert [path.name for path in (staged / "ep2").iterdir()] == ["rank-1"]
+    done = run(
+        folder, "--stage", tmp_path / "more", "--rank", "1", "--tp", "4", "--", "touch", tmp_path / "started", "{}"
+    )
+    assert (done.code, "tp4" in done.stderr, (tmp_path / "started").exists()) == (2, True, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -91,6 +110,7 @@ def test_a_copy_of_another_release_or_an_open_folder_is_not_served(folder: Path,
         (("--", "no-such-command-anywhere"), "no command"),
         (("--stage", "{tmp}/staged", "--", "ls"), "does not name the copy"),
         (("--policy", "{tmp}/key.pub", "--", "ls"), "exclude each other"),
+        (("--tp", "2", "--", "ls", "{{}}"), "no rank is named"),
     ],
 )
 def test_wrong_calls(folder: Path, tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from release_files import contents, policy_json
 from signing_keys import fixed_key
+from tiny_ranks import signed_rank_release, swap
 from tiny_releases import IDENTITY, KEY, SHARDS, flip_byte, signed_release
 
 from cli.invoke import MEMOPT, invoke
@@ -78,12 +79,29 @@ def test_every_finding_is_a_line_and_there_is_no_success_line(folder: Path, key:
         (("--key", "{policy}"), 3, "trust.json"),
         (("--key", "{key}", "--rank", "-1"), 2, "rank"),
         (("--key", "{key}", "--jobs", "0"), 2, "jobs"),
+        (("--key", "{key}", "--tp", "8"), 2, "no rank is named"),
+        (("--key", "{key}", "--rank", "1", "--tp", "0"), 2, "--tp"),
+        (("--key", "{key}", "--rank", "1", "--tp", "8", "--ep", "8"), 2, "exclude each other"),
+        (("--key", "{key}", "--rank", "1", "--ep", "8"), 2, "no rank layout ep8"),
     ],
 )
 def test_wrong_calls(folder: Path, key: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, word: str) -> None:
     places = {"key": key, "policy": tmp_path / "trust.json", "gone": tmp_path / "gone"}
     done = invoke("verify", folder, *(argument.format(**places) for argument in arguments))
     assert (done.code, word in done.refusal, done.stdout) == (code, True, ""), done.stderr
+
+
+def test_one_rank_and_swapped_files(key: Path, tmp_path: Path) -> None:
+    folder = signed_rank_release(tmp_path / "ranks", "tp2")
+    swapped = [f"tp2/rank-{rank}/{SHARDS[0]}" for rank in range(2)]
+    assert invoke("verify", folder, "--key", key, "--rank", "1", "--tp", "2").code == 0
+    swap(*(folder / name for name in swapped))
+    done = invoke("verify", folder, "--key", key, "--rank", "0", "--json")
+    words = f"its bytes are those signed for {swapped[1]}: the two files were swapped"
+    assert (done.code, done.verdict["file"], done.verdict["message"]) == (4, swapped[0], words)
+    assert [finding["file"] for finding in done.verdict["findings"]] == swapped[:1]
+    done = invoke("verify", folder, "--key", key)
+    assert done.stderr.count("the two files were swapped") == 2
 
 
 def test_no_such_folder(key: Path, tmp_path: Path) -> None:

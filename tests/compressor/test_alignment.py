@@ -52,13 +52,37 @@ def test_glm_4_5_air_has_no_group_at_tp8_and_32_alone_at_tp4() -> None:
     checkpoint = small("glm-4.7-fp8", **GLM_4_5_AIR)
     name = DOWN.replace("layers.3", "layers.1")
     for group in (32, 64):
-        with refusal(AlignmentError, name, "1408 columns / 8 ranks = 176", f"groups of {group}", "group none at 8"):
+        with refusal(AlignmentError, name, "1408 columns / 8 ranks = 176", f"groups of {group}", "4 with group 32"):
             plan_experts(checkpoint, group, 8)
     assert plan_experts(checkpoint, 32, 4).tensor_parallel == 4
     with refusal(AlignmentError, name, "1408 columns / 4 ranks = 352", "groups of 64", "parallel 1, 2;", "32 at 4"):
         plan_experts(checkpoint, 64, 4)
     with refusal(AlignmentError, name, "1408 columns / 8 ranks = 176", "groups of 128"):
         plan_experts(checkpoint, 128, 8)
+
+
+def test_glm_4_5_air_at_tp8_is_offered_tp4_with_group_32_or_whole_experts() -> None:
+    checkpoint = small("glm-4.7-fp8", **GLM_4_5_AIR, n_routed_experts=8)
+    name = DOWN.replace("layers.3", "layers.1")
+    for group in (32, 64, 128):
+        with refusal(AlignmentError, name, "176", "tensor-parallel 4 with group 32; or expert-parallel 8"):
+            plan_experts(checkpoint, group, 8)
+    for group in (32, 64, 128):
+        rule = {"roles": ["routed_expert"], "format": {"type": "int4", "group_size": group}}
+        assert plan_of(checkpoint, recipe(rule), expert_parallel=8).layouts.names == ("hub", "ep8")
+    # Not where there are fewer experts than ranks.
+    with pytest.raises(AlignmentError) as caught:
+        plan_experts(small("glm-4.7-fp8", **GLM_4_5_AIR), 32, 8)
+    assert "expert-parallel" not in str(caught.value)
+
+
+def test_experts_are_never_cut_by_expert_parallel_ranks() -> None:
+    checkpoint = small("glm-4.7-fp8", **GLM_4_5_AIR, n_routed_experts=12)
+    with refusal(AlignmentError, "experts.0.gate_proj", "12 experts / 8 ranks = 1.5", "expert-parallel 1, 2, 4"):
+        plan_of(checkpoint, recipe(INT4_EXPERTS), expert_parallel=8)
+    # The rest is cut as by tensor-parallel ranks, and refused as there.
+    with refusal(AlignmentError, "k_proj", "1024 rows / 16 ranks", "heads of 128"):
+        plan_of(small("glm-4.7-fp8", n_routed_experts=16), "dequantize", expert_parallel=16)
 
 
 def test_a_group_that_does_not_divide_the_tensor_itself() -> None:
@@ -128,9 +152,10 @@ def test_an_odd_degree_is_refused_at_the_first_tensor() -> None:
 
 
 @pytest.mark.parametrize("degree", [0, -8])
-def test_a_degree_below_one_is_a_usage_error(degree: int) -> None:
-    with refusal(UsageError, str(degree), "not positive"):
-        plan_of(small("glm-4.7-fp8"), recipe(INT4_EXPERTS), tensor_parallel=degree)
+@pytest.mark.parametrize("kind", ["tensor", "expert"])
+def test_a_degree_below_one_is_a_usage_error(kind: str, degree: int) -> None:
+    with refusal(UsageError, f"{kind}-parallel degree {degree}", "not positive"):
+        plan_of(small("glm-4.7-fp8"), recipe(INT4_EXPERTS), **{f"{kind}_parallel": degree})
 
 
 # Sizes that divide in many ways are the interesting ones.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults.small_source import OPTIONS, compress, make_small_source
@@ -13,7 +14,7 @@ from tiny_plans import plan_of, tiny
 
 import memopt
 from memopt.compressor import fingerprint, release_file
-from memopt.compressor.fingerprint import plan_fingerprint
+from memopt.compressor.fingerprint import plan_fingerprint, run_fingerprint
 from memopt.compressor.lint import EngineNote
 from memopt.compressor.metadata_files import MetadataSelection, SkippedFile
 from memopt.compressor.plan import Plan
@@ -43,6 +44,24 @@ def test_another_plan_has_another_fingerprint(what: str) -> None:
     changed = CHANGES[what](PLAN)
     assert plan_fingerprint(changed) != plan_fingerprint(PLAN)
     assert plan_fingerprint(changed) == plan_fingerprint(CHANGES[what](PLAN))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "layout": "hub"},
+        {"tensor_parallel": 4, "layout": "tp"},
+        {"expert_parallel": 2},
+    ],
+)
+def test_layouts_are_another_run_of_the_same_plan(options: dict[str, Any]) -> None:
+    plan = plan_of(tiny("glm-5.2-fp8"), "glm-5.2-int4", **options)
+    assert plan_fingerprint(plan) == plan_fingerprint(PLAN)
+    same = run_fingerprint(plan_fingerprint(plan), plan.layouts.names) == run_fingerprint(
+        plan_fingerprint(PLAN), ["hub"]
+    )
+    assert same == (plan.layouts.names == ("hub",))
 
 
 def test_a_library_that_is_named_in_the_release_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from memopt.compressor.ledger import (
     ledger_row,
 )
 from memopt.compressor.plan import Plan
+from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.tensor_plan import Fate
 
 FIGURES = st.just(math.nan) | st.floats(0, allow_infinity=True)
@@ -87,9 +88,7 @@ def test_a_plan_and_its_lines() -> None:
 
 def placed_lines(plan: Plan, result: TensorResult, outputs: dict[str, str]) -> list[bytes]:
     return [
-        ledger_line(
-            ledger_row(tensor, unit.file_name, {header.name: header for header in unit.layout}, result, outputs)
-        )
+        ledger_line(ledger_row(tensor, unit.places(), result, UnitDigests(outputs, {})))
         for unit in plan.units
         for tensor in unit.tensors
     ]

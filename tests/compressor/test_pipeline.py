@@ -169,13 +169,13 @@ def test_release_json_says_what_was_done(tmp_path: Path) -> None:
 
 def test_a_size_that_differs_from_the_plan_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = make_checkpoint(tmp_path / "source", "glm-5.1-fp8"), tmp_path / "out"
-    from memopt.compressor import balance
+    from memopt.compressor import compress_job
 
     def longer(*arguments: Any, **options: Any) -> bytes:
         return render(*arguments, **options) + (b" " if "ledger_sha256" in options else b"")
 
-    render = balance.render_release
-    monkeypatch.setattr(balance, "render_release", longer)
+    render = compress_job.render_release
+    monkeypatch.setattr(compress_job, "render_release", longer)
     with pytest.raises(SizeMismatchError, match=r"has [\d,]+ bytes, the plan gave it") as caught:
         compress(source, out)
     assert (caught.value.file, int(caught.value.exit_code)) == ("release.json", 4)

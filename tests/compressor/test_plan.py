@@ -12,8 +12,8 @@ from tiny_checkpoints import CONFIGS, NAMES, make_checkpoint, tiny_config
 from tiny_plans import checkpoint_of, plan_of, published, published_plan, recipe, tiny
 
 import memopt
+from memopt.compressor.compress_job import planned_sizes
 from memopt.compressor.fingerprint import plan_fingerprint
-from memopt.compressor.pipeline import planned_sizes
 from memopt.compressor.plan import PlanOptions
 from memopt.compressor.recipe import DEFAULT_RECIPES
 from memopt.compressor.tensor_plan import Fate
@@ -95,7 +95,7 @@ def test_the_index_names_every_output_and_its_file(name: str) -> None:
     plan = plan_of(checkpoint, DEFAULT_RECIPES[checkpoint.config.model_type], max_file_bytes=10**6)
     index = json.loads(plan.index_bytes)
     assert index["weight_map"] == {header.name: unit.file_name for unit in plan.units for header in unit.layout}
-    assert index["metadata"]["total_size"] == sum(unit.size_bytes - len(unit.header) for unit in plan.units)
+    assert index["metadata"]["total_size"] == sum(unit.hub_file.size_bytes - len(unit.header) for unit in plan.units)
     assert sorted(index["weight_map"]) == sorted(o.name for t in plan.tensors for o in t.outputs)
     assert plan.input_size_bytes == checkpoint.size_bytes
 

@@ -58,7 +58,7 @@ def test_contents() -> None:
     assert table["totals"]["fates"] == {str(fate): count for fate, count in PLAN.fate_counts.items()}
     assert table["totals"]["weights_size_bytes"] == PLAN.weights_size_bytes
     assert table["rounding"]["codes"] == [-8, 7]
-    assert table["tensor_parallel_checked"] == 8
+    assert table["layouts"] == ["hub"]
     assert any("vLLM #48905" in note["message"] for note in table["engine_notes"])
     assert table["recipe"]["rules"][0]["format"]["scale"] == "mse-signed"
     assert table["tool"]["memopt"] == memopt.__version__

@@ -53,7 +53,7 @@ def test_files_hold_every_output_once_aligned_and_parse(plans: tuple[TensorPlan,
         assert unit.file_name == f"model-{number:05d}-of-{len(units):05d}.safetensors"
         assert unit.tensors
         raw = contents(unit)
-        assert unit.size_bytes == len(raw)
+        assert unit.hub_file.size_bytes == len(raw)
         header = parse_header(unit.header[LENGTH_SIZE_BYTES:], len(raw), unit.file_name)
         assert header.metadata == {"format": "pt"}
         assert {t.name: (t.dtype, t.shape) for t in header.tensors} == {
@@ -126,6 +126,6 @@ def test_a_smaller_limit_gives_a_layer_a_file_and_then_cuts_layers() -> None:
 def test_glm_5_2_is_cut_into_files_of_two_to_four_gigabytes() -> None:
     units = published_plan("glm-5.2-fp8", "glm-5.2-int4").units
     assert len(units) == 154
-    assert max(unit.size_bytes for unit in units) < DEFAULT_MAX_FILE_BYTES
-    assert min(unit.size_bytes for unit in units) > 2e9
+    assert max(unit.hub_file.size_bytes for unit in units) < DEFAULT_MAX_FILE_BYTES
+    assert min(unit.hub_file.size_bytes for unit in units) > 2e9
     assert sum(unit.data_size_bytes for unit in units) == 450_904_205_312

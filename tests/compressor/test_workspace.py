@@ -16,7 +16,13 @@ import memopt
 from memopt.compressor.checkpoint.file_stamp import FileStamp
 from memopt.compressor.checkpoint.writer import WRITE_BUFFER_BYTES
 from memopt.compressor.fingerprint import plan_fingerprint
-from memopt.compressor.output_folder import FINISHED_FOLDER, STATE_FOLDER, check_output_place, is_complete
+from memopt.compressor.output_folder import (
+    FINISHED_FOLDER,
+    STATE_FOLDER,
+    FinishedIdentity,
+    check_output_place,
+    is_complete,
+)
 from memopt.compressor.workspace import Workspace, release_file_names
 from memopt.errors import OutputError
 
@@ -153,9 +159,11 @@ def test_complete_means_this_plan_and_no_state(source: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     compress(source, out)
     fingerprint = plan_fingerprint(memopt.plan(source, options=OPTIONS))
-    assert is_complete(out, fingerprint)
-    assert not is_complete(out, FINGERPRINT)
-    assert not is_complete(tmp_path / "nothing", fingerprint)
+    identity = FinishedIdentity(fingerprint, ("hub",))
+    assert is_complete(out, identity)
+    assert not is_complete(out, FinishedIdentity(FINGERPRINT, ("hub",)))
+    assert not is_complete(out, FinishedIdentity(fingerprint, ("hub", "tp2")))
+    assert not is_complete(tmp_path / "nothing", identity)
     for damage in (
         b"",
         b"[]",
@@ -165,7 +173,7 @@ def test_complete_means_this_plan_and_no_state(source: Path, tmp_path: Path) -> 
         b"\xff",
     ):
         (out / "release.json").write_bytes(damage)
-        assert not is_complete(out, fingerprint)
+        assert not is_complete(out, identity)
 
 
 def test_release_file_names_are_all_that_a_release_holds(source: Path, tmp_path: Path) -> None:

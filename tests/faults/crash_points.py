@@ -1,9 +1,9 @@
-"""Dies at each step that changes the disk, in turn, and runs again: `python crash_points.py SOURCE WORK MODE`.
+"""Dies at each step that changes the disk, in turn, and runs again: `python crash_points.py SOURCE WORK MODE LAYOUT`.
 
 A step is a call that creates, renames, flushes or removes something. Before step k the process ends as a power cut
 would end it: files that were not flushed lose the second half of their bytes. Prints one JSON object:
 {"points": how many steps there are, "problems": [...]}. MODE: "once" (every k), "twice" (sampled pairs of k, two
-workers).
+workers). LAYOUT: "hub", or "ranks" for the files of two ranks too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults.small_source import compress
-from faults.trees import finished_units, stamps, tree
+from faults.small_source import OPTIONS, RANK_OPTIONS, compress
+from faults.trees import finished_files, stamps, tree
+from memopt import PlanOptions
 
 DEAD = 9
 SEED = 20260107
 NUM_PAIRS = 25
+LAYOUTS = {"hub": OPTIONS, "ranks": RANK_OPTIONS}
 
 
 class PowerCut:
@@ -81,14 +83,14 @@ class PowerCut:
         os._exit(DEAD)
 
 
-def run_child(source: Path, out: Path, *, step: int | None, workers: int) -> int:
+def run_child(source: Path, out: Path, options: PlanOptions, *, step: int | None, workers: int) -> int:
     """Compress in a forked process that dies before `step`; its exit code."""
     child = os.fork()
     if child == 0:
         try:
             if step is not None:
                 PowerCut(step).install()
-            compress(source, out, workers=workers)
+            compress(source, out, workers=workers, options=options)
             os._exit(0)
         except BaseException:  # noqa: BLE001 (a forked child must end here)
             traceback.print_exc()
@@ -96,7 +98,7 @@ def run_child(source: Path, out: Path, *, step: int | None, workers: int) -> int
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def count_steps(source: Path, out: Path) -> int:
+def count_steps(source: Path, out: Path, options: PlanOptions) -> int:
     """How many steps an undisturbed run takes."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -104,23 +106,25 @@ def count_steps(source: Path, out: Path) -> int:
         never = 10**9
         cut = PowerCut(never)
         cut.install()
-        compress(source, out)
+        compress(source, out, options=options)
         os.write(writer, str(never - cut.left).encode())
         os._exit(0)
     os.waitpid(child, 0)
     return int(os.read(reader, 100))
 
 
-def problems_at(source: Path, out: Path, expected: dict[str, str], steps: tuple[int, ...], workers: int) -> list[str]:
+def problems_at(
+    source: Path, out: Path, options: PlanOptions, expected: dict[str, str], steps: tuple[int, ...], workers: int
+) -> list[str]:
     """Die before each of `steps`, run to the end, and compare with an uninterrupted run."""
     found: list[str] = []
     for step in steps:
-        code = run_child(source, out, step=step, workers=workers)
+        code = run_child(source, out, options, step=step, workers=workers)
         if code not in {0, DEAD}:
             found.append(f"steps {steps}: exit code {code} before step {step}")
-    finished = finished_units(out)
+    finished = finished_files(out)
     before = stamps(out, finished)
-    if run_child(source, out, step=None, workers=workers) != 0:
+    if run_child(source, out, options, step=None, workers=workers) != 0:
         return [*found, f"steps {steps}: cannot be resumed"]
     if stamps(out, finished) != before:
         found.append(f"steps {steps}: finished units were written again")
@@ -133,19 +137,20 @@ def problems_at(source: Path, out: Path, expected: dict[str, str], steps: tuple[
 
 def main() -> None:
     source, work, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    options = LAYOUTS[sys.argv[4]]
     reference = work / "reference"
-    compress(source, reference)
+    compress(source, reference, options=options)
     expected = tree(reference)
-    points = count_steps(source, work / "count")
+    points = count_steps(source, work / "count", options)
     problems: list[str] = []
     if mode == "once":
         for step in range(1, points + 1):
-            problems += problems_at(source, work / "out", expected, (step,), workers=1)
+            problems += problems_at(source, work / "out", options, expected, (step,), workers=1)
     else:
         chosen = random.Random(SEED)
         for _ in range(NUM_PAIRS):
             pair = (chosen.randint(1, points), chosen.randint(1, points))
-            problems += problems_at(source, work / "out", expected, pair, workers=2)
+            problems += problems_at(source, work / "out", options, expected, pair, workers=2)
     print(json.dumps({"points": points, "problems": problems}))
 
 

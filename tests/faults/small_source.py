@@ -13,7 +13,9 @@ from memopt.manifests.safetensors_header import read_header
 
 MAX_FILE_BYTES = 200_000
 OPTIONS = memopt.PlanOptions(max_file_bytes=MAX_FILE_BYTES, tensor_parallel=1)
-# The same for the command line.
+# With files for two ranks, written in the same pass.
+RANK_OPTIONS = memopt.PlanOptions(max_file_bytes=MAX_FILE_BYTES, tensor_parallel=2)
+# The same as OPTIONS for the command line.
 FLAGS = ("--max-file-size", str(MAX_FILE_BYTES), "--tp", "1")
 # A routed expert of the source's first MoE layer: quantized; and where its scale is.
 EXPERT = "model.layers.1.mlp.experts.0.gate_proj.weight"

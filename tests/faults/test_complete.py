@@ -19,7 +19,8 @@ from tiny_checkpoints import make_checkpoint
 import memopt
 from faults.small_source import EXPERT, FLAGS, OPTIONS, compress, edit_tensor, file_of, make_small_source
 from faults.trees import ledger_rows, stamps, tree
-from memopt.compressor import complete, release_file
+from memopt.compressor import release_file
+from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.pipeline import run_plan
 from memopt.compressor.progress import Progress
 from memopt.compressor.quantize.backend import CpuBackend
@@ -108,7 +109,7 @@ def test_a_hub_source_is_settled_by_its_commit(source: Path, tmp_path: Path, mon
         raise AssertionError("a source file was opened")
 
     with monkeypatch.context() as patch:
-        patch.setattr(complete.SourceReader, "__init__", refuse)
+        patch.setattr(SourceReader, "__init__", refuse)
         assert run_plan(plan, out, backend=CpuBackend()).was_complete
         _flip(next(out.glob("*.safetensors")), -1)
         with pytest.raises(ContentError, match="was changed after it was written"):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tiny_releases import FEW_BYTES, THREE_CHUNKS, signed_release
 
-from faults import hostile_files, hostile_signatures, hostile_weights
+from faults import hostile_files, hostile_ranks, hostile_signatures, hostile_weights
 from faults.hostile_case import Case, run_everywhere
 
-CASES = (*hostile_files.CASES, *hostile_signatures.CASES, *hostile_weights.CASES)
+CASES = (*hostile_files.CASES, *hostile_signatures.CASES, *hostile_weights.CASES, *hostile_ranks.CASES)
 
 
 @pytest.fixture(scope="module")
@@ -51,4 +51,4 @@ def test_row(case: Case, originals: dict[bool, Path], tmp_path: Path) -> None:
 
 def test_every_row_is_here() -> None:
     rows = {case.row for case in CASES}
-    assert rows == {*range(1, 6), *range(7, 28), *range(29, 33), *range(34, 40), 41, 42, 43, 54}
+    assert rows == {*range(1, 6), *range(7, 28), *range(29, 33), *range(34, 40), 41, 42, 43, 54, 57}

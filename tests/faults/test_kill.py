@@ -86,9 +86,9 @@ def test_twenty_kills_leave_the_same_tree_and_no_unit_is_redone(tmp_path: Path) 
     assert tree(out) == tree(expected)
 
 
-def _crash(source: Path, work: Path, mode: str) -> dict[str, object]:
+def _crash(source: Path, work: Path, mode: str, layout: str) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, crash_points.__file__, str(source), str(work), mode],
+        [sys.executable, crash_points.__file__, str(source), str(work), mode, layout],
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
@@ -113,9 +113,9 @@ def work(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("mode", ["once", "twice"])
-def test_a_power_cut_at_every_step_can_be_resumed(mode: str, shared_source: Path, work: Path) -> None:
-    result = _crash(shared_source, work, mode)
+@pytest.mark.parametrize(("mode", "layout"), [("once", "hub"), ("twice", "hub"), ("twice", "ranks")])
+def test_a_power_cut_at_every_step_can_be_resumed(mode: str, layout: str, shared_source: Path, work: Path) -> None:
+    result = _crash(shared_source, work, mode, layout)
     assert result["problems"] == []
     # Ten units and four small files, each created, flushed, renamed and recorded.
     assert isinstance(result["points"], int)

@@ -29,6 +29,12 @@ def finished_units(out: Path) -> set[str]:
     return names
 
 
+def finished_files(out: Path) -> set[str]:
+    """Names of all files, rank files too, of the units that the unfinished run in `out` has recorded as finished."""
+    records = (out / STATE_FOLDER / "units").glob("*.json")
+    return {name for record in records for name in json.loads(record.read_bytes())["files"]}
+
+
 def stamps(out: Path, names: set[str]) -> Stamps:
     """(inode, modification time) of each of `names`: equal stamps mean that the file was not written again."""
     return {name: ((out / name).stat().st_ino, (out / name).stat().st_mtime_ns) for name in names}

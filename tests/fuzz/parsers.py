@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from memopt.manifests.bundle import parse_bundle, render_bundle
 from memopt.manifests.chunk_file import parse_chunks
 from memopt.manifests.digest import chunk_root
 from memopt.manifests.keys import generate_private_key
+from memopt.manifests.ledger_output import ledger_outputs
 from memopt.manifests.manifest import Manifest, ManifestFile, parse_manifest, render_manifest
 from memopt.manifests.policy import parse_policy
 from memopt.manifests.safetensors_header import (
@@ -96,6 +98,24 @@ def _policy(raw: bytes) -> None:
     parse_policy(raw)
 
 
+def _ledger(raw: bytes) -> None:
+    for output in ledger_outputs(iter(raw.split(b"\n"))):
+        ranks = output.ranks
+        if ranks is not None and ranks.owner is None and len(ranks.sha256) not in {1, ranks.layout.num_ranks}:
+            raise AssertionError("a rank has no digest")
+        if (
+            ranks is not None
+            and math.prod(output.tensor.shape) > math.prod(ranks.tensor.shape) * ranks.layout.num_ranks
+        ):
+            raise AssertionError("the ranks do not hold the whole tensor")
+
+
+def _ledger_line(cut: str, folder: str, shape: list[int], digests: list[str], **more: int) -> bytes:
+    ranks = {"folder": folder, "cut": cut, "shape": shape, "data_offsets": [0, 16], "sha256": digests} | more
+    place = {"file": "m.safetensors", "dtype": "I32", "shape": [4, 2], "data_offsets": [8, 40], "sha256": "ab" * 32}
+    return json.dumps({"tensor": "t", "outputs": [{"name": "t"} | place | {"ranks": ranks}]}).encode()
+
+
 @dataclass(frozen=True)
 class Parser:
     """`read` is given any bytes; `seeds` are sound examples to start from."""
@@ -122,6 +142,15 @@ def _seeds() -> dict[str, Parser]:
         "chunks": Parser(_chunks, (_LEAVES,)),
         "header": Parser(_header, (header,)),
         "index": Parser(_index, (render_index({"a": "m-1.safetensors", "b": "m-2.safetensors"}, 11),)),
+        "ledger": Parser(
+            _ledger,
+            (
+                _ledger_line("rows", "tp2", [2, 2], ["01" * 32, "02" * 32]),
+                _ledger_line("columns", "tp2", [4, 1], ["01" * 32, "02" * 32]),
+                _ledger_line("replicated", "tp2", [4, 2], ["ab" * 32]),
+                _ledger_line("expert", "ep2", [4, 2], ["ab" * 32], owner=1),
+            ),
+        ),
         "policy": Parser(_policy, (json.dumps(policy | limits).encode(), json.dumps(policy).encode())),
     }
 

@@ -18,6 +18,7 @@ _DICTIONARY = (
     *('"mediaType"', '"dsseEnvelope"', '"payload"', '"signatures"', '"sig"', '"subject"', '"predicate"', '"resources"'),
     *('"name"', '"digest"', '"sha256"', '"files"', '"path"', '"size_bytes"', '"ranks"', '"chunk_root"', '"keys"'),
     *('"dtype"', '"shape"', '"data_offsets"', '"weight_map"', '"__metadata__"', '"BF16"', '"F8_E4M3"', '"pem"'),
+    *('"outputs"', '"cut"', '"folder"', '"owner"', '"rows"', '"columns"', '"expert"', '"tp2"', '"ep2"', '"file"'),
     *("../", "1e400", "NaN", "9223372036854775808", "-1", "true", "null", "{}", "[]", '""', "0.5"),
 )
 

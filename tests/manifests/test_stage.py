@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
-from tiny_releases import NOW, POLICY, SHARDS, THREE_CHUNKS, flip_byte, signed_release
+from tiny_ranks import swap, write_rank_release
+from tiny_releases import NOW, POLICY, SHARDS, THREE_CHUNKS, flip_byte, sign, signed_release
 
 from memopt.errors import ContentError, DiskFullError, MemoptIOError, OutputError, UsageError
 from memopt.manifests import loader as loader_module
@@ -65,6 +66,30 @@ def test_one_rank(release_folder: Path, tmp_path: Path) -> None:
             stage(release, tmp_path / "other", rank=2)
     with opened(dest) as again:
         again.load(rank=1)
+
+
+def test_one_rank_of_one_of_two_layouts(tmp_path: Path) -> None:
+    folder = write_rank_release(tmp_path / "release", "tp2")
+    shutil.move(write_rank_release(tmp_path / "other", "ep2") / "ep2", folder / "ep2")
+    sign(folder)
+    with opened(folder) as release:
+        dest = stage(release, tmp_path / "private", rank=1, expert_parallel=2)
+        with refusal(UsageError, "not in tp4/"):
+            stage(release, tmp_path / "more", rank=1, tensor_parallel=4)
+        with refusal(UsageError, "no rank is named"):
+            stage(release, tmp_path / "more", expert_parallel=2)
+    assert {path.parent.name for path in dest.rglob("*.safetensors")} == {"rank-1"}
+    assert not (dest / "tp2").exists()
+    with opened(dest) as again:
+        again.load(rank=1, expert_parallel=2)
+
+
+def test_a_swapped_rank_is_not_staged(release_folder: Path, tmp_path: Path) -> None:
+    swap(*(release_folder / "tp2" / f"rank-{rank}" / SHARDS[1] for rank in range(2)))
+    words = (f"tp2/rank-1/{SHARDS[1]}", "the two files were swapped")
+    with opened(release_folder) as release, refusal(ContentError, *words):
+        stage(release, tmp_path / "private", rank=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["release"]
 
 
 def test_a_change_after_opening_leaves_nothing(release_folder: Path, tmp_path: Path) -> None:

@@ -68,19 +68,6 @@ def test_a_tensor_with_a_byte_too_few_is_refused(tmp_path: Path) -> None:
             out.finish()
 
 
-class FullDisk:
-    """A stream of a disk that is full, or broken otherwise."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def write(self, _data: bytes) -> int:
-        raise OSError(self._number, os.strerror(self._number))
-
-    def close(self) -> None:
-        raise OSError(self._number, os.strerror(self._number))
-
-
 @pytest.mark.parametrize(
     ("number", "error"),
     [
@@ -90,12 +77,33 @@ class FullDisk:
         (errno.EROFS, OutputError),
     ],
 )
-def test_a_failing_disk_is_told_once_and_by_its_reason(number: int, error: type, tmp_path: Path) -> None:
+def test_a_failing_disk_is_told_once_and_by_its_reason(
+    number: int, error: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
     out = UnitFile(tmp_path / NAME, b"", layout_of([4]))
-    out._stream.close()
-    out._stream = FullDisk(number)  # type: ignore[assignment]
+    monkeypatch.setattr(os, "pwrite", fail)
     with refusal(error, NAME, os.strerror(number)), out:
         out.append("t0", b"abcd")
+
+
+def test_a_disk_that_takes_less_at_a_time_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, place: write(file, data[:3], place))
+    with UnitFile(tmp_path / NAME, b"0123456", layout_of([5, 2])) as out:
+        out.append("t1", b"fg")
+        out.append("t0", b"abcde")
+        out.finish()
+    assert (tmp_path / NAME).read_bytes() == b"0123456abcdefg"
+
+
+def test_a_tensor_whose_digest_is_known_is_not_hashed(tmp_path: Path) -> None:
+    with UnitFile(tmp_path / NAME, b"", layout_of([1, 1]), frozenset({"t1"})) as out:
+        out.append("t0", b"a")
+        out.append("t1", b"b")
+        assert out.finish() == {"t0": hashlib.sha256(b"a").hexdigest()}
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from memopt.compressor.quantize import backend
-from memopt.compressor.quantize.backend import CpuBackend, TorchBackend, choose_backend
+from memopt.compressor.quantize.backend import CpuBackend, TorchBackend, choose_backend, device_kernel
 from memopt.errors import ExitCode, MemoptIOError, UsageError
-from memopt.kernels import int4_device
+from memopt.kernels import fp8_int4_triton, int4_device
 from memopt.kernels.int4_spec import Int4Spec
 
 
@@ -43,3 +43,23 @@ def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_has_cuda", lambda: True)
     assert [choose_backend(device).name for device in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiler", "is_fused"),
+    [((9, 0), "/usr/bin/gcc", True), ((8, 0), "/usr/bin/gcc", False), ((9, 0), None, False)],
+)
+def test_cuda_gets_the_fused_kernel_where_triton_can_run(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], compiler: str | None, is_fused: bool
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(backend.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    fused = fp8_int4_triton.quantize_int4
+    assert device_kernel("cuda") is (fused if is_fused else int4_device.quantize_int4)
+    assert device_kernel("cpu") is int4_device.quantize_int4
+
+
+def test_without_triton_cuda_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    assert device_kernel("cuda") is int4_device.quantize_int4

@@ -1,0 +1,92 @@
+"""Compressing as a job: a plan's units, quantized, converted and copied from a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from memopt.compressor.checkpoint.reader import SourceReader
+from memopt.compressor.fingerprint import plan_fingerprint, run_fingerprint
+from memopt.compressor.job import Advance, Job, SourcePart, TensorReader, file_sizes
+from memopt.compressor.ledger import ErrorSummary, TensorResult, ledger_line, ledger_row
+from memopt.compressor.metadata_files import MetadataFile, read_metadata
+from memopt.compressor.output_folder import FinishedIdentity
+from memopt.compressor.plan import Plan
+from memopt.compressor.quantize.backend import QuantizeBackend
+from memopt.compressor.ranks.unit_digests import UnitDigests
+from memopt.compressor.release_file import render_release
+from memopt.compressor.tensor_work import TensorWorker
+from memopt.compressor.units import Unit
+from memopt.errors import UsageError
+
+
+class CompressJob(Job):
+    """Carries out `plan`; `backend` rounds. UsageError for a plan from a config alone."""
+
+    def __init__(self, plan: Plan, backend: QuantizeBackend) -> None:
+        if plan.source.folder is None:
+            raise UsageError("a plan from a config alone has no weights", remedy="name a checkpoint folder")
+        self._plan = plan
+        self._backend = backend
+        self._plan_fingerprint = plan_fingerprint(plan)
+        self.folder = plan.source.folder
+        self.units = plan.units
+        self.fingerprint = run_fingerprint(self._plan_fingerprint, plan.layouts.names)
+        self.finished = FinishedIdentity(self._plan_fingerprint, plan.layouts.names)
+        # A Hub source is settled by its commit, whose digests were checked when it was fetched.
+        self.must_read_source_again = plan.identity.kind == "folder"
+
+    @property
+    def small_files(self) -> Sequence[MetadataFile]:
+        return self._plan.small_files
+
+    def small_file(self, name: str) -> bytes:
+        made = self._plan.made_files.get(name)
+        return read_metadata(self.folder / name) if made is None else made
+
+    def ledger_size_bytes(self) -> int:
+        return self._plan.ledger_size_bytes()
+
+    def open_source(self) -> SourceReader:
+        return SourceReader(self._plan.source, self.folder)
+
+    def worker(self, reader: TensorReader, unit: Unit, advance: Advance) -> TensorWorker:
+        return TensorWorker(reader, self._backend, advance)
+
+    def rows(self, unit: Unit, results: Sequence[TensorResult], digests: UnitDigests) -> list[dict[str, Any]]:
+        places = unit.places()
+        return [ledger_row(plan, places, result, digests) for plan, result in zip(unit.tensors, results, strict=True)]
+
+    def tail_lines(self) -> Iterator[bytes]:
+        for tensor in self._plan.tensors:
+            if not tensor.outputs:
+                yield ledger_line(ledger_row(tensor, None))
+
+    def source_parts(self, unit: Unit, rows: Sequence[Mapping[str, Any]]) -> Iterator[SourcePart]:
+        for plan, row in zip(unit.tensors, rows, strict=True):
+            for part, entry in zip(plan.source.parts, row["sources"], strict=True):
+                yield SourcePart(part, entry["sha256"])
+
+    def part_files(self, unit: Unit) -> Mapping[str, int]:
+        sizes: Counter[str] = Counter()
+        for plan in unit.tensors:
+            for part in plan.source.parts:
+                sizes[part.file] += part.size_bytes
+        return sizes
+
+    def release(self, *, ledger_sha256: str, errors_by_role: Mapping[str, ErrorSummary]) -> bytes:
+        return render_release(
+            self._plan,
+            fingerprint=self._plan_fingerprint,
+            ledger_sha256=ledger_sha256,
+            errors_by_role=errors_by_role,
+        )
+
+    def release_size_bytes(self) -> int:
+        return len(render_release(self._plan))
+
+
+def planned_sizes(plan: Plan) -> dict[str, int]:
+    """Every output file of `plan` and its exact size in bytes; for a plan from a config alone too."""
+    return file_sizes(plan.small_files, plan.units, plan.ledger_size_bytes(), len(render_release(plan)))

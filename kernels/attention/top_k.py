@@ -1,0 +1,33 @@
+"""Deterministic top-k of indexer scores: checks, then the kernel of the device that holds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memopt.errors import UsageError
+from memopt.kernels.attention import top_k_cpu
+from memopt.kernels.device.tensor_checks import require_tensor
+
+
+def top_k(scores: Tensor, num_tokens: Tensor, k: int, out: Tensor | None = None) -> Tensor:
+    """int32 [B, k]: positions of the k largest of each request's first num_tokens scores, ascending, then -1.
+
+    `scores` float32 [B, max_tokens], `num_tokens` int32 [B]. Of equal scores the lower position wins; -0 equals 0; NaN
+    ranks below everything. The result is exact: the same on every device and whatever the batch. `out`: where to
+    write, else it is allocated. Raises ShapeError for tensors that do not fit, UsageError for k below 1, and on the CPU
+    for a number of tokens outside 0 to max_tokens, which on a GPU is brought into that range.
+    """
+    require_tensor("scores", scores, (None, None), torch.float32)
+    require_tensor("num_tokens", num_tokens, (scores.shape[0],), torch.int32, like=scores)
+    if k < 1:
+        raise UsageError(f"k is {k}, but at least 1 position must be selected")
+    if out is not None:
+        require_tensor("out", out, (scores.shape[0], k), torch.int32, like=scores)
+    if scores.is_cuda:
+        from memopt.kernels.attention import top_k_triton
+
+        return top_k_triton.top_k(scores, num_tokens, k, out)
+    if bool(((num_tokens < 0) | (num_tokens > scores.shape[1])).any()):
+        raise UsageError(f"num_tokens is {num_tokens.tolist()}, but scores are given for 0 to {scores.shape[1]} tokens")
+    return top_k_cpu.top_k(scores, num_tokens, k, out)

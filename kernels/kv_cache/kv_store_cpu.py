@@ -1,0 +1,105 @@
+"""Stores of new tokens into KV pages on the CPU: numba for the e4m3 formats, torch for BF16; bytes as the reference.
+
+Slots are taken as checked (kv_slots.check_slots).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopt.kernels.kv_cache.kv_offsets import GroupOffsets, ds_mla_offsets, flat_bytes, indexer_offsets, row_offsets
+from memopt.kernels.kv_cache.kv_rows_entry import store_grouped_entry, store_scaled_entry
+from memopt.kernels.kv_cache.kv_slots import places
+from memopt.kernels.kv_cache.kv_store_reference import bf16_values
+from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, KvFormat
+from memopt.kernels.layout import (
+    DS_MLA_MIN_SCALE,
+    DS_MLA_ROPE_OFFSET_BYTES,
+    DS_MLA_SCALE_GROUP,
+    INDEXER_KEY_SIZE,
+    INDEXER_MIN_SCALE,
+    MLA_LATENT_SIZE,
+)
+
+
+def mla_store(
+    latent: Tensor,
+    rope: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    kv_format: KvFormat,
+    scale: Tensor | None = None,
+    bad_slot: Tensor | None = None,
+) -> None:
+    """Writes the latents and ropes of new tokens into an MLA pool; arguments as for `kv_store.mla_store`."""
+    if kv_format is FP8_DS_MLA:
+        places_in_pool = ds_mla_offsets(pool, slots)
+        _store_grouped(latent, DS_MLA_SCALE_GROUP, DS_MLA_MIN_SCALE, places_in_pool, pool, power_of_two=False)
+        halves = pool.view(torch.bfloat16)[..., DS_MLA_ROPE_OFFSET_BYTES // torch.bfloat16.itemsize :]
+        _store_bf16(rope, halves, slots)
+    elif scale is None:
+        _store_bf16(latent, pool[..., :MLA_LATENT_SIZE], slots)
+        _store_bf16(rope, pool[..., MLA_LATENT_SIZE:], slots)
+    else:
+        offsets = row_offsets(pool, slots)
+        _store_scaled(latent, scale.view(1), offsets, pool)
+        _store_scaled(rope, scale.view(1), torch.where(offsets < 0, offsets, offsets + MLA_LATENT_SIZE), pool)
+
+
+def gqa_store(
+    key: Tensor,
+    value: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    slots: Tensor,
+    kv_format: KvFormat,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    bad_slot: Tensor | None = None,
+) -> None:
+    """Writes the keys and values of new tokens into their pools; arguments as for `kv_store.gqa_store`."""
+    for values, pool, scale in ((key, key_pool, k_scale), (value, value_pool, v_scale)):
+        if kv_format is BF16 or scale is None:
+            _store_bf16(values, pool, slots)
+        else:
+            _store_scaled(values.flatten(1), scale, row_offsets(pool, slots), pool)
+
+
+def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | None = None) -> None:
+    """Writes the indexer keys of new tokens into their pool; arguments as for `kv_store.indexer_store`."""
+    offsets = indexer_offsets(pool, slots)
+    _store_grouped(key, INDEXER_KEY_SIZE, INDEXER_MIN_SCALE, offsets, pool, power_of_two=True)
+
+
+def _store_bf16(values: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """`rows`: the tokens' rows in a pool, bfloat16 [P, 64, ...]."""
+    tokens = (slots >= 0).nonzero()[:, 0]
+    rows[places(slots[tokens])] = bf16_values(values[tokens])
+
+
+def _store_scaled(values: Tensor, scales: Tensor, offsets: Tensor, pool: Tensor) -> None:
+    store_scaled_entry()(_float32(values), scales.numpy(), offsets.numpy(), flat_bytes(pool).numpy())
+
+
+def _store_grouped(
+    values: Tensor,
+    group: int,
+    min_scale: float,
+    offsets: GroupOffsets,
+    pool: Tensor,
+    *,
+    power_of_two: bool,
+) -> None:
+    flat = flat_bytes(pool)
+    store_grouped_entry()(
+        _float32(values), group, power_of_two, np.float32(min_scale), offsets.codes.numpy(),
+        offsets.scales.numpy(), flat.numpy(), flat.view(torch.float32).numpy(),
+    )  # fmt: skip
+
+
+def _float32(values: Tensor) -> Any:
+    return values.to(torch.float32).contiguous().numpy()
