@@ -44,6 +44,9 @@ demo: $(VENV)/.runtime
 	$(BIN)/python examples/flip_one_bit.py demo-output/tampered/model-00001-of-00001.safetensors 9000000
 	$(BIN)/memopt verify demo-output/tampered --key demo-output/release.pub; test $$? -eq 4
 	@echo
+	@echo "The same release with files for 8 tensor-parallel ranks beside it, read from the signed one:"
+	$(BIN)/memopt shard $(DEMO_OUTPUT) demo-output/tiny-glm5-int4-tp8 --tp 8 --verify-key demo-output/release.pub
+	@echo
 	@echo "Made $(DEMO_OUTPUT), signed. Next: memopt dequantize $(DEMO_OUTPUT) demo-output/tiny-glm5-bf16"
 
 test: $(VENV)/.test

@@ -36,7 +36,7 @@ def plan_fingerprint(plan: Plan) -> str:
         "recipe": plan.recipe.model_dump(mode="json"),
         "options": options,
         "small_files": [[file.name, file.size_bytes, file.sha256] for file in plan.small_files],
-        "units": [hashlib.sha256(unit.header).hexdigest() for unit in plan.units],
+        "units": [hashlib.sha256(unit.hub_file.header).hexdigest() for unit in plan.units],
         "release_sha256": hashlib.sha256(render_release(plan)).hexdigest(),
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

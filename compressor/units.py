@@ -11,7 +11,12 @@ from memopt.compressor.ranks.layout import Layouts
 from memopt.compressor.ranks.rank_tensors import rank_tensors
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.manifests.rank_folders import RankFolder, RankLayout
-from memopt.manifests.safetensors_header import TensorHeader, render_header
+from memopt.manifests.safetensors_header import (
+    TensorHeader,
+    header_size_bytes,
+    render_header,
+    tensor_members_size_bytes,
+)
 
 # transformers refuses a file without it.
 FILE_METADATA = {"format": "pt"}
@@ -20,29 +25,50 @@ DEFAULT_MAX_FILE_BYTES = 4 * 10**9
 
 
 @dataclass(frozen=True)
+class FileLayout:
+    """A file's tensors by rising offset. Tensor-parallel ranks have one in common."""
+
+    tensors: tuple[TensorHeader, ...]
+
+    @property
+    def data_size_bytes(self) -> int:
+        return self.tensors[-1].end if self.tensors else 0
+
+    @cached_property
+    def members_size_bytes(self) -> int:
+        """What the tensors take in a header."""
+        return tensor_members_size_bytes(self.tensors)
+
+
+@dataclass(frozen=True)
 class PlannedFile:
-    """One weight file: its path below the release, its tensors by rising offset, and its header's metadata.
+    """One weight file: its path below the release, its tensors, and its header's metadata.
 
     `rank` is None for a hub file.
     """
 
     name: str
     rank: int | None
-    layout: tuple[TensorHeader, ...]
+    placed: FileLayout
     metadata: Mapping[str, str]
+
+    @property
+    def layout(self) -> tuple[TensorHeader, ...]:
+        """Its tensors by rising offset."""
+        return self.placed.tensors
 
     @property
     def header(self) -> bytes:
         """Length prefix and JSON; rendered anew each time, for all headers together are large."""
-        return render_header(self.layout, dict(self.metadata))
+        return render_header(self.layout, self.metadata)
 
     @property
     def data_size_bytes(self) -> int:
-        return self.layout[-1].end if self.layout else 0
+        return self.placed.data_size_bytes
 
-    @cached_property
+    @property
     def size_bytes(self) -> int:
-        return len(self.header) + self.data_size_bytes
+        return header_size_bytes(self.placed.members_size_bytes, self.metadata) + self.data_size_bytes
 
 
 @dataclass(frozen=True)
@@ -73,10 +99,6 @@ class Unit:
     ranks: RankLayout | None = None
     writes_hub: bool = True
 
-    @cached_property
-    def header(self) -> bytes:
-        return self.hub_file.header
-
     @property
     def data_size_bytes(self) -> int:
         """Bytes of its tensors, each counted once."""
@@ -86,9 +108,9 @@ class Unit:
     def input_size_bytes(self) -> int:
         return sum(plan.source.size_bytes for plan in self.tensors)
 
-    @property
+    @cached_property
     def hub_file(self) -> PlannedFile:
-        return PlannedFile(self.file_name, None, self.layout, FILE_METADATA)
+        return PlannedFile(self.file_name, None, FileLayout(self.layout), FILE_METADATA)
 
     @cached_property
     def rank_files(self) -> tuple[PlannedFile, ...]:
@@ -96,10 +118,12 @@ class Unit:
         if self.ranks is None:
             return ()
         folders = [RankFolder(self.ranks, rank) for rank in range(self.ranks.num_ranks)]
+        by_rank = rank_tensors(self.tensors, self.ranks)
+        shared = {id(tensors): FileLayout(tensors) for tensors in by_rank}
         return tuple(
-            PlannedFile(folder.path + self.file_name, folder.rank, layout, FILE_METADATA | folder.metadata)
-            for folder, layout in zip(folders, rank_tensors(self.tensors, self.ranks), strict=True)
-            if layout
+            PlannedFile(folder.path + self.file_name, folder.rank, shared[id(tensors)], FILE_METADATA | folder.metadata)
+            for folder, tensors in zip(folders, by_rank, strict=True)
+            if tensors
         )
 
     @property

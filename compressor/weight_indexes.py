@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memopt.compressor.units import Unit
+from memopt.compressor.units import PlannedFile, Unit
 from memopt.manifests.rank_folders import RankFolder, RankLayout
 from memopt.manifests.safetensors_index import INDEX_NAME, render_index
 
@@ -23,19 +23,19 @@ def rank_indexes(units: Iterable[Unit], ranks: RankLayout | None) -> dict[str, b
     """
     if ranks is None:
         return {}
-    maps: list[dict[str, str]] = [{} for _ in range(ranks.num_ranks)]
-    sizes = [0] * ranks.num_ranks
+    by_rank: list[list[tuple[Unit, PlannedFile]]] = [[] for _ in range(ranks.num_ranks)]
     for unit in units:
         for file in unit.rank_files:
-            rank = file.rank or 0
-            maps[rank] |= dict.fromkeys((header.name for header in file.layout), unit.file_name)
-            sizes[rank] += file.data_size_bytes
+            by_rank[file.rank or 0].append((unit, file))
     indexes: dict[str, bytes] = {}
-    last = b""
-    for rank, weight_map in enumerate(maps):
-        if not weight_map:
+    rendered: dict[tuple[tuple[int, int], ...], bytes] = {}
+    for rank, files in enumerate(by_rank):
+        if not files:
             continue
-        if rank == 0 or (weight_map, sizes[rank]) != (maps[rank - 1], sizes[rank - 1]):
-            last = render_index(weight_map, sizes[rank])
-        indexes[RankFolder(ranks, rank).path + INDEX_NAME] = last
+        # Ranks that hold the same tensors share their layouts, each one object.
+        key = tuple((unit.number, id(file.placed)) for unit, file in files)
+        if key not in rendered:
+            weight_map = {header.name: unit.file_name for unit, file in files for header in file.layout}
+            rendered[key] = render_index(weight_map, sum(file.data_size_bytes for _, file in files))
+        indexes[RankFolder(ranks, rank).path + INDEX_NAME] = rendered[key]
     return indexes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from typing import Any
 
 CHUNK_SIZE_BYTES = 4 * 2**20
 LEAF_SIZE_BYTES = 32
 CHUNK_ROOT_TAG = b"memopt-chunk-root-v1\x00"
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
+_HEX_DIGESTS = re.compile(r"[0-9a-f]{64}(?: [0-9a-f]{64})*")
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,13 @@ def chunk_root(size_bytes: int, leaves: bytes, chunk_size_bytes: int = CHUNK_SIZ
 def is_hex_digest(text: object) -> bool:
     """Whether `text` is 64 lower-case hex digits, and nothing else."""
     return isinstance(text, str) and _HEX_DIGEST.fullmatch(text) is not None
+
+
+def are_hex_digests(texts: list[Any]) -> bool:
+    """Whether every one of `texts` is, by one match over all of them: a ledger has a million."""
+    try:
+        joined = " ".join(texts)
+    except TypeError:
+        return False
+    # As many spaces as join so many digests: none is within one of them.
+    return joined.count(" ") == len(texts) - 1 and _HEX_DIGESTS.fullmatch(joined) is not None

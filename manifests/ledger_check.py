@@ -27,9 +27,12 @@ _REMEDY = "compress again, then sign"
 class _LedgerPrints:
     """What the ledger says of files, as fingerprints. A file is None where the ledger names no hub files.
 
+    `read_files`, `read_ranks`: the files and ranks of which headers were read; of others a fingerprint may be empty.
     `shared`: what every rank has in its file of that name. `owned`: rank -> what it alone has there.
     """
 
+    read_files: Collection[str]
+    read_ranks: frozenset[int]
     hub: dict[str, SetPrint] = field(default_factory=dict)
     layout: RankLayout | None = None
     shared: dict[str | None, SetPrint] = field(default_factory=dict)
@@ -37,13 +40,17 @@ class _LedgerPrints:
 
     def add(self, output: LedgerOutput) -> None:
         if output.file is not None:
-            self.hub.setdefault(output.file, SetPrint()).add(tensor_text(output.tensor))
+            hub = self.hub.setdefault(output.file, SetPrint())
+            if output.file in self.read_files:
+                hub.add(tensor_text(output.tensor))
         if output.ranks is None:
             return
         self.layout = output.ranks.layout
         owner = output.ranks.owner
-        prints = self.shared if owner is None else self.owned.setdefault(owner, {})
-        prints.setdefault(output.file, SetPrint()).add(tensor_text(output.ranks.tensor))
+        by_file = self.shared if owner is None else self.owned.setdefault(owner, {})
+        ranks = by_file.setdefault(output.file, SetPrint())
+        if self.read_ranks if owner is None else owner in self.read_ranks:
+            ranks.add(tensor_text(output.ranks.tensor))
 
     def of_rank(self, rank: int) -> dict[str | None, SetPrint]:
         """What `rank` has, by file."""
@@ -62,7 +69,8 @@ def check_ledger(
     top and those of the ledger's rank layout must be in the ledger, those of other folders are only if it names them.
     Gives LedgerError for a malformed ledger, else a LayoutError for every file and every rank that differs.
     """
-    ledger = _LedgerPrints()
+    places = (rank_folder_of(name) for name in tensors)
+    ledger = _LedgerPrints(tensors, frozenset(place.rank for place in places if place is not None))
     try:
         for output in ledger_outputs(source.lines(LEDGER_NAME)):
             ledger.add(output)

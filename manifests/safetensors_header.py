@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short  # hostile values can be megabytes long
@@ -167,15 +167,43 @@ def read_header(path: Path) -> FileHeader:
     return parse_header(raw, status.st_size, path.name)
 
 
-def render_header(tensors: Iterable[TensorHeader], metadata: dict[str, str]) -> bytes:
+def render_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
     """Length prefix and JSON header for `tensors` in file order, padded so that the data starts 8-byte aligned."""
-    table: dict[str, Any] = {METADATA_KEY: metadata} if metadata else {}
-    for tensor in tensors:
-        table[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [tensor.start, tensor.end],
-        }
-    raw = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    members = [member for member in (_metadata_member(metadata), _tensor_members(tensors)) if member]
+    raw = b"{" + b",".join(members) + b"}"
     raw += b" " * (-len(raw) % DATA_ALIGNMENT_BYTES)
     return len(raw).to_bytes(LENGTH_SIZE_BYTES, "little") + raw
+
+
+def tensor_members_size_bytes(tensors: Iterable[TensorHeader]) -> int:
+    """What `tensors` add to a header: the same in every file that holds them, whatever its metadata."""
+    return len(_tensor_members(tensors))
+
+
+def header_size_bytes(members_size_bytes: int, metadata: Mapping[str, str]) -> int:
+    """Exact size of `render_header`'s bytes, from `tensor_members_size_bytes` of its tensors."""
+    sizes = [size for size in (len(_metadata_member(metadata)), members_size_bytes) if size]
+    size = len("{}") + sum(sizes) + max(0, len(sizes) - 1)
+    return LENGTH_SIZE_BYTES + size + -size % DATA_ALIGNMENT_BYTES
+
+
+def _metadata_member(metadata: Mapping[str, str]) -> bytes:
+    return _members({METADATA_KEY: dict(metadata)}) if metadata else b""
+
+
+def _tensor_members(tensors: Iterable[TensorHeader]) -> bytes:
+    return _members(
+        {
+            tensor.name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [tensor.start, tensor.end],
+            }
+            for tensor in tensors
+        }
+    )
+
+
+def _members(table: dict[str, Any]) -> bytes:
+    """The members of a JSON object, without its braces."""
+    return json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()[1:-1]

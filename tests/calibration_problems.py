@@ -43,7 +43,7 @@ def plain_codes(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def losses(weight: Tensor, codes: Tensor, scale: Tensor, hessian: Tensor, damping: Tensor) -> Tensor:
-    """float64 [E, R]: (w - q) H (w - q)^T with `damping` of the mean live diagonal added, 1 on dead diagonals."""
+    """float64 [E, R]: (w - q) H (w - q)^T with `damping` of the mean live diagonal added, that mean on dead ones."""
     each = scale.double().repeat_interleave(weight.shape[2] // scale.shape[2], dim=2)
     difference = weight.double() - codes.double() * each
     matrix = hessian.double().clone()
@@ -51,7 +51,7 @@ def losses(weight: Tensor, codes: Tensor, scale: Tensor, hessian: Tensor, dampin
     is_live = diagonal != 0
     count = is_live.sum(dim=1)
     mean = torch.where(count > 0, diagonal.sum(dim=1) / count.clamp(min=1), 1.0)
-    diagonal += torch.where(is_live, 0.0, 1.0) + (damping * mean)[:, None]
+    diagonal += (~is_live + damping[:, None]) * mean[:, None]
     return ((difference @ matrix) * difference).sum(dim=2)
 
 

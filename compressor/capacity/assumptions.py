@@ -103,8 +103,9 @@ def _speed(plan: CapacityPlan, stages: tuple[StageCapacity, ...]) -> Iterator[st
             "on layers that own an indexer"
         )
     gpu = plan.request.gpu
-    chunk_tokens = engine_sizes(None if gpu is None else gpu.memory_bytes, plan.layout.num_ranks).chunk_tokens
-    yield f"prefill is one request in chunks of {chunk_tokens:,} tokens: weights are read once a chunk"
+    if any(stage.stage.name == "prefill" for stage in stages):
+        chunk_tokens = engine_sizes(None if gpu is None else gpu.memory_bytes, plan.layout.num_ranks).chunk_tokens
+        yield f"prefill is one request in chunks of {chunk_tokens:,} tokens: weights are read once a chunk"
     if plan.request.is_mtp_on and plan.shape.num_mtp_layers:
         yield "with MTP: a step works on a token and a draft of each request, and at most both are accepted"
 

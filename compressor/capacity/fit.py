@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memopt.compressor.capacity.gpus import GIB, MIB, Gpu
 from memopt.compressor.capacity.kv_bytes import TokenBytes
-from memopt.compressor.capacity.memory_plan import requests_in, whole_pages
+from memopt.compressor.capacity.memory_plan import requests_in, tokens_in, whole_pages
 from memopt.compressor.capacity.model_shape import ModelShape
 from memopt.compressor.capacity.rank_plan import RankPlan
 from memopt.compressor.capacity.stages import Stage
@@ -51,7 +51,8 @@ def require_weights_fit(stage: Stage, plan: RankPlan, others: tuple[RankPlan, ..
     limit, remedy = f"a fraction of {memory.fraction:g} leaves", what_fits(plan, others, PAGE_TOKENS)
     if memory.is_limited_by_reserves:
         limit = f"{gib(memory.reserves.total_bytes)} of reserves leave"
-        remedy += "; or smaller reserves (--reserve-activations and its like)"
+        if tokens_in(memory.fraction_bytes - memory.weights_bytes, plan.token):
+            remedy += "; or smaller reserves (--reserve-activations and its like)"
     left = gib(memory.static_bytes) if memory.static_bytes > 0 else "nothing"
     raise CapacityError(
         f"{stage.name}: {gib(memory.weights_bytes)} of weights a GPU; {memory.gpu.name} has "

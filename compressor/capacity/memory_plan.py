@@ -106,15 +106,19 @@ class MemoryPlan:
     weights_bytes: int
 
     @property
+    def fraction_bytes(self) -> int:
+        """What the fraction leaves weights and KV pool, whatever the reserves."""
+        return int(self.fraction * self.gpu.memory_bytes)
+
+    @property
     def static_bytes(self) -> int:
         """What weights and KV pool may take together."""
-        by_fraction = int(self.fraction * self.gpu.memory_bytes)
-        return min(by_fraction, self.gpu.memory_bytes - self.reserves.total_bytes)
+        return min(self.fraction_bytes, self.gpu.memory_bytes - self.reserves.total_bytes)
 
     @property
     def is_limited_by_reserves(self) -> bool:
         """Whether the reserves, not the fraction, set `static_bytes`."""
-        return self.static_bytes < int(self.fraction * self.gpu.memory_bytes)
+        return self.static_bytes < self.fraction_bytes
 
     @property
     def pool_bytes(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from memopt.compressor.checkpoint.model_config import ModelConfig, read_config
 from memopt.compressor.checkpoint.small_files import SourceFile
 from memopt.errors import IndexFileError, LayoutError, MemoptError, MissingFileError, MissingTensorError, UsageError
+from memopt.manifests.rank_folders import parse_layout
 from memopt.manifests.safetensors_header import FileHeader, read_header
 from memopt.manifests.safetensors_index import (
     INDEX_NAME,
@@ -74,7 +75,19 @@ def _index_of(folder: Path, listed: tuple[SourceFile, ...] | None) -> Safetensor
         found = {name for name in (INDEX_NAME, SINGLE_FILE_NAME) if (folder / name).exists()}
     else:
         found = {file.name for file in listed}
+    if not found & {INDEX_NAME, SINGLE_FILE_NAME}:
+        _refuse_rank_files_alone(folder)
     return None if INDEX_NAME not in found and SINGLE_FILE_NAME in found else read_index(folder)
+
+
+def _refuse_rank_files_alone(folder: Path) -> None:
+    """MissingFileError with the way out, if `folder` is a release whose weights are rank files only."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if parse_layout(path.name) is not None and path.is_dir():
+            raise MissingFileError(
+                f"{folder} holds files of ranks alone ({path.name}/), no {INDEX_NAME}",
+                remedy="`memopt merge` makes the whole weights of them; to plan, --config its config.json will do",
+            )
 
 
 def _disagreements(index: SafetensorsIndex, tensors: dict[str, StoredTensor], unread: set[str]) -> list[MemoptError]:

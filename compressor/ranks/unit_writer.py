@@ -61,7 +61,7 @@ class UnitWriter:
             self._hub: UnitFile | _WholeHash = _WholeHash(unit.hub_file)
             if unit.writes_hub:
                 path = temporary(unit.file_name)
-                self._hub = stack.enter_context(UnitFile(path, unit.header, unit.layout))
+                self._hub = stack.enter_context(UnitFile(path, unit.hub_file.header, unit.layout))
             for file in unit.rank_files:
                 if file.rank is not None:
                     out = UnitFile(temporary(file.name), file.header, file.layout, same)

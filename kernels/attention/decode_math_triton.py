@@ -19,6 +19,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Exponent field that the largest |query| of a head is brought to: 2**14 .. 2**15, below float16's 65504.
 TOP_EXPONENT = tl.constexpr(14)
+# Probabilities are kept times 2**14: below 65504 also where fp8_ds_mla doubles them, and 14 binades further from
+# float16's underflow, which many small ones reach together (a long context, or one token with a much larger scale).
+WEIGHT_EXPONENT = tl.constexpr(14)
+# The running maximum before the first token, the lowest finite float32: where a tile has no token, -inf - -inf would be
+# NaN.
+NO_MAXIMUM = tl.constexpr((2.0**-F32_MANTISSA_BITS - 2.0) * 2.0**F32_EXPONENT_BIAS)
 BIAS = tl.constexpr(F32_EXPONENT_BIAS)
 MANTISSA_BITS = tl.constexpr(F32_MANTISSA_BITS)
 
@@ -64,14 +70,13 @@ def split_tiles(num_tokens, split, num_splits, TILE: tl.constexpr, BOUNDARY: tl.
 def softmax_step(scores, maximum, total):
     """One tile of the online softmax, in powers of two.
 
-    `scores` float32 [TILE, H], -inf where a token does not count; `maximum`, `total` float32 [H] so far. Returns
-    probabilities relative to the new maximum, the factor for what was summed before, new maximum, new total.
+    `scores` float32 [TILE, H], -inf where a token does not count; `maximum` (NO_MAXIMUM at first), `total` float32 [H]
+    so far. Returns probabilities relative to the new maximum, times 2**WEIGHT_EXPONENT, the factor for what was summed
+    before, the new maximum, the new total of the probabilities.
     """
     new_maximum = tl.maximum(maximum, tl.max(scores, 0))
-    # A tile without a single token: -inf - -inf would be NaN.
-    reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-    factor = tl.exp2(maximum - reference)
-    probability = tl.exp2(scores - reference[None, :])
+    factor = tl.exp2(maximum - new_maximum)
+    probability = tl.exp2(scores - (new_maximum - WEIGHT_EXPONENT)[None, :])
     return probability, factor, new_maximum, total * factor + tl.sum(probability, 0)
 
 

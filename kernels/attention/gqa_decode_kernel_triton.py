@@ -10,6 +10,8 @@ import triton.language as tl
 
 from memopt.kernels.attention.decode_math_triton import (
     LOG2_E,
+    NO_MAXIMUM,
+    WEIGHT_EXPONENT,
     e4m3_to_f16,
     load_columns,
     log_sum_exp,
@@ -23,7 +25,8 @@ from memopt.kernels.attention.page_tiles_triton import load_rows, long_run_place
 from memopt.kernels.device.triton_math import matmul, to_bf16
 
 
-@triton.jit
+# Sizes change from step to step: one compiled variant, the one that the gate compiles, serves them all.
+@triton.jit(do_not_specialize=["num_pages", "num_heads", "max_pages", "num_splits"])
 def gqa_decode_kernel(
     query, keys, values, keys_stride, values_stride, num_pages, block_table, num_tokens, k_scale, v_scale,
     softmax_scale, out, lse, num_heads, max_pages, num_splits,
@@ -60,7 +63,7 @@ def gqa_decode_kernel(
     else:
         q = to_bf16(q)
 
-    maximum = tl.full([HEADS], float("-inf"), tl.float32)
+    maximum = tl.full([HEADS], NO_MAXIMUM, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     sums = tl.zeros([DIM, HEADS], tl.float32)
     for tile in tl.range(first, last, disable_licm=True):
@@ -85,9 +88,9 @@ def gqa_decode_kernel(
         if IS_FP8:
             k, v = e4m3_to_f16(k_bits), e4m3_to_f16(v_bits)
 
-    result_factor = reciprocal(total)
+    result = sums * reciprocal(total)[None, :]
     if IS_FP8:
-        result_factor = result_factor * tl.load(v_scale + kv_head)
+        result = result * tl.load(v_scale + kv_head)
     row = (request * num_splits + split) * num_heads + head
-    store_columns(out, row, is_head, sums * result_factor[None, :], DIM, 0, DIM)
-    tl.store(lse + row, log_sum_exp(maximum, total), mask=is_head)
+    store_columns(out, row, is_head, result, DIM, 0, DIM)
+    tl.store(lse + row, log_sum_exp(maximum, total * 2.0**-WEIGHT_EXPONENT), mask=is_head)

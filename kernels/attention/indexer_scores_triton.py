@@ -22,7 +22,8 @@ NUM_STAGES = 2
 RUN_PAGES = 8
 
 
-@triton.jit
+# Sizes change from step to step: one compiled variant, the one that the gate compiles, serves them all.
+@triton.jit(do_not_specialize=["num_pages", "num_heads", "max_pages"])
 def indexer_scores_kernel(
     query, head_weights, keys, key_scales, keys_stride, scales_stride, num_pages, block_table, num_tokens, scores,
     num_heads, max_pages,

@@ -14,6 +14,8 @@ import triton.language as tl
 
 from memopt.kernels.attention.decode_math_triton import (
     LOG2_E,
+    NO_MAXIMUM,
+    WEIGHT_EXPONENT,
     e4m3_to_f16,
     load_columns,
     log_sum_exp,
@@ -25,7 +27,7 @@ from memopt.kernels.attention.decode_math_triton import (
 )
 from memopt.kernels.attention.page_tiles_triton import load_rows, run_places, selected_places
 from memopt.kernels.device.triton_math import matmul, to_bf16
-from memopt.kernels.layout import DS_MLA_MIN_SCALE, F32_INFINITY_BITS
+from memopt.kernels.layout import DS_MLA_MIN_SCALE, F32_EXPONENT_BIAS, F32_INFINITY_BITS, F32_MANTISSA_BITS
 
 # Formats of a pool: bfloat16 rows, e4m3 under one scale a layer, e4m3 under a scale a group.
 FORMAT_BF16 = tl.constexpr(0)
@@ -35,6 +37,9 @@ FORMAT_DS_MLA = tl.constexpr(2)
 MIN_UNIT = tl.constexpr(DS_MLA_MIN_SCALE)
 # Infinity has all exponent bits set and no other.
 EXPONENT_BITS = tl.constexpr(F32_INFINITY_BITS)
+# x and 1 / x of a power of two add up to this. The largest unit is 2**126, whose reciprocal is still a normal number.
+RECIPROCAL_BITS = tl.constexpr(2 * F32_EXPONENT_BIAS << F32_MANTISSA_BITS)
+MAX_UNIT_BITS = tl.constexpr((2 * F32_EXPONENT_BIAS - 1) << F32_MANTISSA_BITS)
 
 
 @triton.jit
@@ -105,10 +110,10 @@ def _load_scales(scales, page_stride, page, place, counts, TOKEN: tl.constexpr):
 
 @triton.jit
 def _new_unit(unit, scales):
-    """The largest scale so far, rounded down to a power of two."""
+    """The largest scale so far, rounded down to a power of two, and 1 over it, exactly."""
     largest = tl.max(tl.maximum(tl.maximum(scales[0], scales[1]), tl.maximum(scales[2], scales[3])), 0)
-    bits = tl.maximum(unit, largest).to(tl.uint32, bitcast=True) & EXPONENT_BITS
-    return bits.to(tl.float32, bitcast=True)
+    bits = tl.minimum(tl.maximum(unit, largest).to(tl.int32, bitcast=True) & EXPONENT_BITS, MAX_UNIT_BITS)
+    return bits.to(tl.float32, bitcast=True), (-bits + RECIPROCAL_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -120,7 +125,8 @@ def _add(keys, weights, sums, keep):
     return s0, s1, s2, s3
 
 
-@triton.jit
+# Sizes change from step to step: one compiled variant, the one that the gate compiles, serves them all.
+@triton.jit(do_not_specialize=["num_pages", "num_tokens", "num_heads", "max_pages", "num_splits"])
 def mla_decode_kernel(
     query_latent, query_rope, latents, ropes, scales, latents_stride, ropes_stride, scales_stride, num_pages,
     block_table, num_tokens, positions, layer_scale, softmax_scale, out, lse, num_heads, max_pages, num_splits,
@@ -173,7 +179,7 @@ def mla_decode_kernel(
         if FORMAT == FORMAT_E4M3:
             keys_rope = e4m3_to_f16(load_rows(ropes, ropes_stride, page, place, counts, ROPES_TOKEN, 0, ROPE, SELECTED))
 
-    maximum = tl.full([HEADS], float("-inf"), tl.float32)
+    maximum = tl.full([HEADS], NO_MAXIMUM, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     zero = tl.zeros([GROUP, HEADS], tl.float32)
     sums = (zero, zero, zero, zero)
@@ -215,8 +221,7 @@ def mla_decode_kernel(
         probability, keep, maximum, total = softmax_step(scores, maximum, total)
 
         if FORMAT == FORMAT_DS_MLA:
-            new_unit = _new_unit(unit, (s0, s1, s2, s3))
-            inverse = 1.0 / new_unit
+            new_unit, inverse = _new_unit(unit, (s0, s1, s2, s3))
             keep = keep * (unit * inverse)
             unit = new_unit
             w0 = (probability * (s0 * inverse)[:, None]).to(tl.float16)
@@ -235,14 +240,17 @@ def mla_decode_kernel(
         if FORMAT == FORMAT_E4M3:
             keys_rope = e4m3_to_f16(rope_bits)
 
-    result_factor = reciprocal(total)
-    if FORMAT == FORMAT_E4M3:
-        result_factor = result_factor * scale
-    if FORMAT == FORMAT_DS_MLA:
-        result_factor = result_factor * unit
+    inverse_total = reciprocal(total)[None, :]
+    # Last, so that no product on the way is smaller than both.
+    if FORMAT == FORMAT_BF16:
+        value_scale = 1.0
+    elif FORMAT == FORMAT_E4M3:
+        value_scale = scale
+    else:
+        value_scale = unit
     row = (request * num_splits + split) * num_heads + head
-    store_columns(out, row, is_head, sums[0] * result_factor[None, :], 4 * GROUP, 0, GROUP)
-    store_columns(out, row, is_head, sums[1] * result_factor[None, :], 4 * GROUP, GROUP, GROUP)
-    store_columns(out, row, is_head, sums[2] * result_factor[None, :], 4 * GROUP, 2 * GROUP, GROUP)
-    store_columns(out, row, is_head, sums[3] * result_factor[None, :], 4 * GROUP, 3 * GROUP, GROUP)
-    tl.store(lse + row, log_sum_exp(maximum, total), mask=is_head)
+    store_columns(out, row, is_head, sums[0] * inverse_total * value_scale, 4 * GROUP, 0, GROUP)
+    store_columns(out, row, is_head, sums[1] * inverse_total * value_scale, 4 * GROUP, GROUP, GROUP)
+    store_columns(out, row, is_head, sums[2] * inverse_total * value_scale, 4 * GROUP, 2 * GROUP, GROUP)
+    store_columns(out, row, is_head, sums[3] * inverse_total * value_scale, 4 * GROUP, 3 * GROUP, GROUP)
+    tl.store(lse + row, log_sum_exp(maximum, total * 2.0**-WEIGHT_EXPONENT), mask=is_head)

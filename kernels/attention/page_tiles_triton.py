@@ -48,15 +48,15 @@ def selected_places(tile, end, table_row, positions_row, max_pages, num_pages, T
 @triton.jit
 def load_rows(
     pool, page_stride, page, place, counts, TOKEN: tl.constexpr, COLUMN: tl.constexpr, WIDTH: tl.constexpr,
-    SELECTED: tl.constexpr,
+    PAGE_PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Columns COLUMN .. COLUMN + WIDTH of the tokens' rows [TILE, WIDTH], zero where a token does not count.
 
-    `page_stride` and `TOKEN`: elements of the pool from page to page and from token to token. What a page holds past
-    its last token is never read: 0 * NaN is NaN.
+    `page_stride` and `TOKEN`: elements of the pool from page to page and from token to token. PAGE_PER_TOKEN: `page` is
+    [TILE], not one for all. What a page holds past its last token is never read: 0 * NaN is NaN.
     """
     start = pool + page * page_stride
     column = COLUMN + tl.arange(0, WIDTH)
-    if SELECTED:
+    if PAGE_PER_TOKEN:
         start = start[:, None]
     return tl.load(start + (place[:, None] * TOKEN + column[None, :]), mask=counts[:, None], other=0)

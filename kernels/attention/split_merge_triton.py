@@ -16,7 +16,7 @@ from memopt.kernels.device.triton_math import to_bf16
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_splits"])
 def merge_kernel(partial, log_sum_exps, out, lse, num_heads, num_splits, VALUE: tl.constexpr, SPLITS: tl.constexpr):
     """One request and head a program. SPLITS: a power of two, at least `num_splits`."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -73,7 +73,7 @@ def _bounds(num_tokens, request, max_tokens, k):
     return count, tl.minimum(count, k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def count_digits_kernel(scores, num_tokens, histograms, max_tokens, k, PASS: tl.constexpr, CHUNK: tl.constexpr):
     """Adds to `histograms` int32 [B, 3, BINS] of pass PASS the digits of a chunk's keys that share the prefix."""
     request, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -96,7 +96,7 @@ def count_digits_kernel(scores, num_tokens, histograms, max_tokens, k, PASS: tl.
     tl.atomic_add(row + PASS * _BINS + bins, found, mask=found > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def count_chunks_kernel(scores, num_tokens, histograms, chunk_counts, max_tokens, k, CHUNK: tl.constexpr):
     """Writes `chunk_counts` int32 [B, 2, chunks]: keys of a chunk above the k-th key, and equal to it."""
     request, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -109,7 +109,7 @@ def count_chunks_kernel(scores, num_tokens, histograms, chunk_counts, max_tokens
     tl.store(chunk_counts + (request * 2 + 1) * chunks + chunk, equal)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def write_positions_kernel(
     scores, num_tokens, histograms, chunk_counts, positions, max_tokens, k, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PADDED_K: tl.constexpr,

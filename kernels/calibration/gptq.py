@@ -29,7 +29,7 @@ def gptq_solve(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOpti
     Codes are the same from run to run on one device with one set of libraries; between devices they may differ where
     a corrected weight lies within float32 rounding of a tie.
     Raises ShapeError, AlignmentError (groups that do not fill a row), UsageError (options), NonFiniteError (naming the
-    expert), ContentError (a zero scale, a Hessian that is not positive definite).
+    expert), ContentError (a zero scale, a Hessian that is not symmetric or not positive definite).
     """
     options = options or GptqOptions()
     _check(weight, hessian, scale, options)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from memopt.kernels import compile_cache, layout
-from memopt.kernels.compile_cache import compiled
+from memopt.kernels import layout
+from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.layout import INT4_CODE_MAX, INT4_CODE_MIN
 
 # Rows at a time: 128 columns of errors are then 32 KiB, which stay in the first cache.
@@ -36,7 +34,7 @@ def gptq_block_cpu(
 @cache
 def _entry() -> Callable[..., None]:
     # Closed over, so that numba's cache knows every file that the compiled code depends on (kernels/cpu_entry.py).
-    key = _source_digest()
+    key = source_digest(layout.__file__, __file__)
 
     @compiled
     def solve(weights, factor, scales, groups, codes, errors):
@@ -66,11 +64,3 @@ def _entry() -> Callable[..., None]:
                     tile[j, r] = np.float32(0)
 
     return solve
-
-
-@cache
-def _source_digest() -> str:
-    digest = sha256()
-    for file in (layout.__file__, compile_cache.__file__, __file__):
-        digest.update(Path(file).read_bytes())
-    return digest.hexdigest()

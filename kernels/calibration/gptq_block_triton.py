@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.errors import UsageError
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.layout import GPTQ_BLOCK_COLUMNS, INT4_CODE_MAX, INT4_CODE_MIN
 
 # Rows a program. One warp, so that the sum that picks a column out of the registers crosses no warp.
@@ -76,6 +77,7 @@ def gptq_block_kernel(
         errors += num_rows
 
 
+@on_tensors_device
 def gptq_block_triton(
     weights: Tensor, factor: Tensor, scales: Tensor, groups: Tensor, codes: Tensor, errors: Tensor
 ) -> None:

@@ -20,6 +20,8 @@ from memopt.kernels.calibration.gptq_options import GptqOptions
 # If Cholesky fails, damping rises tenfold from at least the first of these, at most to the second.
 MIN_RAISED_DAMPING = 1e-3
 MAX_DAMPING = 10.0
+# Of the largest diagonal element, which bounds the others: float32 sums in two orders differ by much less.
+SYMMETRY_TOLERANCE = 1e-4
 DAMPING_FACTOR = 10.0
 # Triangles up to this size are inverted by a triangular solve, larger ones by halves.
 SOLVED_SIZE = 256
@@ -44,15 +46,23 @@ class GptqFactor:
 def factorize_hessian(hessian: Tensor, options: GptqOptions, *, expert: int = 0) -> GptqFactor:
     """The factor of one finite, symmetric Hessian, float32 [K, K], on its device; working memory: four float64 [K, K].
 
-    A column with a zero on the diagonal gets 1 there: it depends on no other, so that it is rounded to nearest. The
-    mean that damping is a share of is that of the other columns. A Hessian may have any positive factor.
-    Raises ContentError, naming `expert`, when even MAX_DAMPING does not make it positive definite.
+    A column with a zero on the diagonal gets the mean of the others there (1 if there is none): it depends on no other,
+    so that it is rounded to nearest. Damping is a share of the same mean: a Hessian may have any positive factor.
+    Raises ContentError, naming `expert`, for a Hessian that is not symmetric (Cholesky would read one triangle and say
+    nothing), and when even MAX_DAMPING does not make it positive definite.
     """
     diagonal = hessian.diagonal().to(torch.float64)
     is_dead = diagonal == 0
     num_dead = int(is_dead.sum())
     num_columns = hessian.shape[0]
     mean = float(diagonal.sum()) / (num_columns - num_dead) if num_dead < num_columns else 1.0
+    asymmetry = float((hessian - hessian.mT).abs().max())
+    if asymmetry > SYMMETRY_TOLERANCE * float(diagonal.abs().max()):
+        raise ContentError(
+            f"the Hessian of expert {expert}, {list(hessian.shape)}, is not symmetric: an element and its mirror image "
+            f"differ by {asymmetry:g}, its largest diagonal element is {float(diagonal.abs().max()):g}",
+            remedy="fill both triangles, as accumulate_hessian does",
+        )
     if options.act_order:
         order = torch.argsort(diagonal, descending=True, stable=True)
     else:
@@ -61,7 +71,7 @@ def factorize_hessian(hessian: Tensor, options: GptqOptions, *, expert: int = 0)
     damping = options.damping
     while True:
         matrix = hessian[backwards][:, backwards].to(torch.float64)
-        matrix.diagonal().add_(is_dead[backwards].to(torch.float64)).add_(damping * mean)
+        matrix.diagonal().add_(mean * is_dead[backwards]).add_(damping * mean)
         lower, info = torch.linalg.cholesky_ex(matrix)
         del matrix
         if int(info) == 0:
@@ -70,7 +80,7 @@ def factorize_hessian(hessian: Tensor, options: GptqOptions, *, expert: int = 0)
             raise ContentError(
                 f"the Hessian of expert {expert}, {list(hessian.shape)}, is not positive definite, even with "
                 f"{damping:g} of its mean diagonal added",
-                remedy="it must be a sum of x^T x over tokens: check that it is symmetric and was not overwritten",
+                remedy="it must be a sum of x^T x over tokens: check that it was not overwritten",
             )
         damping = max(damping * DAMPING_FACTOR, MIN_RAISED_DAMPING)
     root = lower.flip(0, 1)

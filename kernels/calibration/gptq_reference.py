@@ -17,9 +17,9 @@ def gptq_reference(
 ) -> Tensor:
     """int8 codes [R, K] in -8..7 of `weight` [R, K] under `hessian` [K, K], with fixed scales `scale` [R, G].
 
-    Columns whose Hessian diagonal is zero are rounded to nearest. `damping` is a share of the mean diagonal of the
-    others, added to the whole diagonal. With `act_order` columns are solved by falling diagonal, each with the scale of
-    the group it belongs to.
+    Columns whose Hessian diagonal is zero are rounded to nearest: they get the mean diagonal of the others. `damping`
+    is a share of that mean, added to the whole diagonal. With `act_order` columns are solved by falling diagonal, each
+    with the scale of the group it belongs to.
     """
     columns = weight.shape[1]
     matrix = hessian.to(torch.float64).clone()
@@ -31,7 +31,7 @@ def gptq_reference(
         if act_order
         else torch.arange(columns, device=weight.device)
     )
-    diagonal[is_dead] = 1.0
+    diagonal[is_dead] = mean
     diagonal += damping * mean
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(matrix[order][:, order]))
     upper = torch.linalg.cholesky(inverse, upper=True)

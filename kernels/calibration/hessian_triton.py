@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memopt.errors import UsageError
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.device.triton_math import matmul
 from memopt.kernels.layout import HESSIAN_CHUNK_TOKENS
 
@@ -76,7 +77,8 @@ def hessian_kernel(
     num_tokens = tl.minimum(tl.load(expert_offsets + expert + 1) - first, CHUNK_TOKENS).to(tl.int32)
     if (num_tokens <= 0) | (row_block * BLOCK_ROWS >= (column_block + 1) * BLOCK_COLUMNS):
         return
-    wide_size = size.to(tl.int64)
+    # A size of 1 is a constant, without a type.
+    wide_size = tl.cast(size, tl.int64)
     row, column, token = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLUMNS), tl.arange(0, BLOCK_TOKENS)
     # How many rows and columns of the Hessian this tile holds.
     num_rows, num_columns = size - row_block * BLOCK_ROWS, size - column_block * BLOCK_COLUMNS
@@ -100,6 +102,7 @@ def hessian_kernel(
     _add_tile(matrix, high, size, first_row, first_column + BLOCK_COLUMNS // 2, is_diagonal)
 
 
+@on_tensors_device
 def accumulate_hessian_triton(
     hessian: Tensor,
     tokens: Tensor,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memopt.errors import ShapeError
+from memopt.errors import ShapeError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+# "cuda" is AMD's GPUs as well.
+DEVICE_TYPES = ("cpu", "cuda")
 
 
 def require_tensor(
@@ -20,7 +23,8 @@ def require_tensor(
 ) -> None:
     """ShapeError unless `tensor` has `shape` (None: any size), one of `dtypes`, and is contiguous if asked.
 
-    `like`: a tensor on whose device it must be.
+    `like`: a tensor on whose device it must be. UnsupportedError for a device without kernels, UsageError for a tensor
+    that wants a gradient: no kernel passes one back.
     """
     wanted = ", ".join("any" if size is None else str(size) for size in shape)
     fits = tensor.ndim == len(shape) and all(
@@ -38,3 +42,13 @@ def require_tensor(
         )
     if like is not None and tensor.device != like.device:
         raise ShapeError(f"{name} is on {tensor.device}, the other tensors are on {like.device}")
+    if tensor.device.type not in DEVICE_TYPES:
+        raise UnsupportedError(
+            f"{name} {list(tensor.shape)} is on {tensor.device}, but kernels run on {' and '.join(DEVICE_TYPES)}",
+            remedy="move the tensors to one of these",
+        )
+    if tensor.requires_grad:
+        raise UsageError(
+            f"{name} {list(tensor.shape)} requires a gradient, but kernels pass none back",
+            remedy="call .detach() first",
+        )

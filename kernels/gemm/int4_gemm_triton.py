@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.device.triton_math import to_bf16
 from memopt.kernels.gemm.planar import PlanarWeight
 from memopt.kernels.gemm.planar_triton import (
@@ -39,7 +40,8 @@ MOST_TOKENS_A_LAUNCH = 256
 SUM_TILE = 512
 
 
-@triton.jit
+# Changes from step to step: one compiled variant serves every number of tokens of a tile.
+@triton.jit(do_not_specialize=["num_tokens"])
 def int4_gemm_kernel(
     x, words, scales, out, num_tokens, num_rows, num_columns, num_blocks, split_blocks,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -98,6 +100,7 @@ def int4_gemm_triton(x: Tensor, weight: PlanarWeight, out: Tensor) -> Tensor:
     return out
 
 
+@on_tensors_device
 def _launch(x: Tensor, weight: PlanarWeight, out: Tensor) -> None:
     num_tokens, num_rows = out.shape
     tokens = tile_tokens(num_tokens)
@@ -110,8 +113,9 @@ def _launch(x: Tensor, weight: PlanarWeight, out: Tensor) -> None:
         x, weight.words, weight.scales, target,
         num_tokens, num_rows, weight.num_columns, weight.num_blocks, split_blocks,
         TOKENS=tokens, ROWS=TILE_ROWS, GROUP_SIZE=weight.group_size or 0,
-        HAS_TAIL=weight.num_columns % PLANAR_BLOCK_CODES != 0, IS_SPLIT=splits > 1, USE_ASSEMBLY=uses_assembly(),
-        STAGES=num_stages(tokens), num_warps=NUM_WARPS, num_stages=num_stages(tokens), enable_fp_fusion=False,
+        HAS_TAIL=weight.num_columns % PLANAR_BLOCK_CODES != 0, IS_SPLIT=splits > 1,
+        USE_ASSEMBLY=uses_assembly(x.device), STAGES=num_stages(tokens),
+        num_warps=NUM_WARPS, num_stages=num_stages(tokens), enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         sum_splits_kernel[(triton.cdiv(out.numel(), SUM_TILE),)](

@@ -17,7 +17,7 @@ class Int4Weight:
     """`packed` int32 [N, K / 8] or [E, N, K / 8] (compressed-tensors "pack-quantized"); `scale_bits` BF16 bits as int16
     or bfloat16 [N, G] or [E, N, G]; `group_size` weights a scale along K, None: the whole row.
 
-    Raises ShapeError when the two do not fit each other or are not contiguous.
+    Raises ShapeError when the two do not fit each other, are empty, or are not contiguous.
     """
 
     packed: Tensor
@@ -34,6 +34,8 @@ class Int4Weight:
             raise ShapeError(
                 f"packed codes {list(packed.shape)} and scales {list(scale.shape)} must both be [N, ..] or [E, N, ..]"
             )
+        if not packed.numel():
+            raise ShapeError(f"packed codes {list(packed.shape)} hold no weights")
         check_packed(tuple(packed.shape[-2:]), tuple(scale.shape[-2:]), self.group_size)
         if not (packed.is_contiguous() and scale.is_contiguous()):
             raise ShapeError("packed codes and scales must be contiguous", remedy="call .contiguous() first")

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.device.triton_math import to_bf16
 from memopt.kernels.gemm.moe_routing_triton import expert_tiles_triton
 from memopt.kernels.gemm.planar import PlanarWeight
@@ -37,9 +38,12 @@ DOWN_TILES = 4
 # Tokens for an expert, on average, from which tiles of 16 are used.
 MANY_TOKENS_AN_EXPERT = 4
 SUM_TILE = 512
+# Bounds the float32 choices of a launch, and the tiles along the second axis of its grid (a GPU takes 65,535 there).
+MOST_SLOTS_A_LAUNCH = 1 << 15
 
 
-@triton.jit
+# Changes from step to step: one compiled variant serves every number of slots.
+@triton.jit(do_not_specialize=["num_slots"])
 def moe_gate_up_kernel(
     x, words, scales, tile_slots, tile_experts, hidden,
     num_slots, top_k, hidden_size, num_columns, num_blocks, num_scale_words,
@@ -76,7 +80,7 @@ def moe_gate_up_kernel(
     tl.store(hidden + slot[None, :].to(tl.int64) * hidden_size + value[:, None], to_bf16(result), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def moe_down_kernel(
     hidden, words, scales, tile_slots, tile_experts, choices,
     num_slots, num_rows, num_columns, num_blocks, num_scale_words,
@@ -152,16 +156,28 @@ def moe_gemm_triton(
 ) -> Tensor:
     """out BF16 [T, H]; checked by `moe_gemm`, which documents it."""
     num_tokens, top_k = expert_ids.shape
-    num_slots, num_experts = num_tokens * top_k, down.words.shape[0]
-    if not num_slots:
+    if not top_k:
         return out.zero_()
+    step = max(MOST_SLOTS_A_LAUNCH // top_k, 1)
+    for first in range(0, num_tokens, step):
+        part = slice(first, first + step)
+        _launch(x[part], gate_up, down, expert_ids[part], expert_weights[part], out[part])
+    return out
+
+
+@on_tensors_device
+def _launch(
+    x: Tensor, gate_up: PlanarWeight, down: PlanarWeight, expert_ids: Tensor, expert_weights: Tensor, out: Tensor
+) -> None:
+    num_tokens, top_k = expert_ids.shape
+    num_slots, num_experts = num_tokens * top_k, down.words.shape[0]
     hidden_size, num_rows = down.num_columns, down.num_rows
     tokens = moe_tile_tokens(num_slots, num_experts)
     tiles = expert_tiles_triton(expert_ids, num_experts, tokens)
     hidden = torch.empty(num_slots, hidden_size, dtype=torch.bfloat16, device=x.device)
     choices = torch.empty(num_slots, num_rows, dtype=torch.float32, device=x.device)
     options = {
-        "TOKENS": tokens, "ROWS": TILE_ROWS, "USE_ASSEMBLY": uses_assembly(), "STAGES": num_stages(tokens),
+        "TOKENS": tokens, "ROWS": TILE_ROWS, "USE_ASSEMBLY": uses_assembly(x.device), "STAGES": num_stages(tokens),
         "num_warps": NUM_WARPS, "num_stages": num_stages(tokens), "enable_fp_fusion": False,
     }  # fmt: skip
     moe_gate_up_kernel[(triton.cdiv(2 * hidden_size, TILE_ROWS), tiles.num_tiles)](
@@ -180,4 +196,3 @@ def moe_gemm_triton(
         choices, expert_ids, expert_weights, out, num_experts, num_rows, top_k,
         TILE=SUM_TILE, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return out

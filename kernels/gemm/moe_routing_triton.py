@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.gemm.moe_routing import NO_EXPERT, ExpertTiles, expert_tiles, max_tiles
 
 MOST_SLOTS = 1024
@@ -23,7 +24,8 @@ MIN_SIZE = 16
 _NO_EXPERT = tl.constexpr(NO_EXPERT)
 
 
-@triton.jit
+# Change from step to step: one compiled variant serves them all.
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
 def expert_tiles_kernel(
     expert_ids, slots, experts, num_slots, num_experts, num_tiles,
     SLOTS: tl.constexpr, BINS: tl.constexpr, TILE_TOKENS: tl.constexpr, STEP: tl.constexpr,
@@ -55,6 +57,7 @@ def expert_tiles_kernel(
         tl.store(experts + first_tile + index, expert, mask=index < tiles)
 
 
+@on_tensors_device
 def expert_tiles_triton(expert_ids: Tensor, num_experts: int, tile_tokens: int) -> ExpertTiles:
     """The same tiles as `expert_tiles`, which documents them; more than MOST_SLOTS slots are sorted by it."""
     num_slots = expert_ids.numel()

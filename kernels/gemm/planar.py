@@ -57,6 +57,7 @@ class PlanarWeight:
     group_size: int | None
 
     def __post_init__(self) -> None:
+        check_planar_group(self.group_size)
         stack = tuple(self.words.shape[:-3])
         blocks, pairs = num_planar_blocks(self.num_columns), num_scale_words(self.num_columns, self.group_size)
         wanted = ((*stack, blocks, self.num_rows, PLANAR_BLOCK_WORDS), (*stack, pairs, self.num_rows))
@@ -98,6 +99,17 @@ class PlanarWeight:
         return PlanarWeight(self.words[index], self.scales[index], self.num_rows, self.num_columns, self.group_size)
 
 
+def check_planar_group(group_size: int | None) -> None:
+    """ShapeError for groups that kernels cannot multiply: neither 32, 64 or 128 nor a whole row (None)."""
+    if group_size is None:
+        return
+    if group_size <= 0 or group_size % PLANAR_BLOCK_WORDS or PLANAR_BLOCK_CODES % (group_size * PLANAR_SCALES_PER_WORD):
+        raise ShapeError(
+            f"groups of {group_size} weights have no planar form",
+            remedy=f"use groups of {PLANAR_BLOCK_WORDS} to {PLANAR_BLOCK_CODES // PLANAR_SCALES_PER_WORD}, or None",
+        )
+
+
 def num_planar_blocks(num_columns: int) -> int:
     """Blocks of 256 codes that rows of `num_columns` need."""
     return -(-num_columns // PLANAR_BLOCK_CODES)
@@ -116,11 +128,7 @@ def planar_weight(weight: Int4Weight) -> PlanarWeight:
     Raises ShapeError for groups that are no power of two from 32 to 128 (a kernel multiplies 32 codes at a time).
     """
     group = weight.group_size
-    if group is not None and (group % PLANAR_BLOCK_WORDS or PLANAR_BLOCK_CODES % (group * PLANAR_SCALES_PER_WORD)):
-        raise ShapeError(
-            f"groups of {group} weights have no planar form",
-            remedy=f"use groups of {PLANAR_BLOCK_WORDS} to {PLANAR_BLOCK_CODES // PLANAR_SCALES_PER_WORD}, or None",
-        )
+    check_planar_group(group)
     blocks, pairs = num_planar_blocks(weight.num_columns), num_scale_words(weight.num_columns, group)
     shape = weight.packed.shape[:-1]
     stack = shape[:-1]

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from memopt.kernels.device.triton_math import IS_INTERPRETED, bf16_bits_to_f32, matmul, to_bf16
+from memopt.kernels.device.capability import has_capability
+from memopt.kernels.device.triton_math import bf16_bits_to_f32, matmul, to_bf16
 from memopt.kernels.layout import (
     BF16_128_BITS,
     BF16_136_BITS,
@@ -174,10 +175,8 @@ def tile_tokens(num_tokens: int) -> int:
 
 
 def uses_assembly(device: torch.device) -> bool:
-    """Whether words are unpacked by PTX: compiled for NVIDIA from ASSEMBLY_CAPABILITY on; not interpreted, not AMD."""
-    if IS_INTERPRETED or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= ASSEMBLY_CAPABILITY
+    """Whether words are unpacked by PTX: from ASSEMBLY_CAPABILITY on; not interpreted, not AMD."""
+    return has_capability(device, ASSEMBLY_CAPABILITY)
 
 
 def num_stages(tokens: int) -> int:

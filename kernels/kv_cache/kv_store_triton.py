@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memopt.kernels.device.triton_math import IS_INTERPRETED, round_e4m3_bits, to_bf16
+from memopt.kernels.device.capability import has_capability
+from memopt.kernels.device.current_device import on_tensors_device
+from memopt.kernels.device.triton_math import round_e4m3_bits, to_bf16
 from memopt.kernels.kv_formats import FP8_DS_MLA, KvFormat
 from memopt.kernels.layout import (
     BF16_SHIFT,
@@ -196,6 +198,7 @@ def indexer_store_kernel(
     tl.store(pool_scales + (start // _SCALE_BYTES + _INDEXER_SCALES_AT + position), scale, mask=is_written)
 
 
+@on_tensors_device
 def mla_store(
     latent: Tensor,
     rope: Tensor,
@@ -220,6 +223,7 @@ def mla_store(
         )  # fmt: skip
 
 
+@on_tensors_device
 def gqa_store(
     key: Tensor,
     value: Tensor,
@@ -241,6 +245,7 @@ def gqa_store(
     )  # fmt: skip
 
 
+@on_tensors_device
 def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | None = None) -> None:
     """Writes the indexer keys of new tokens into their pool; arguments as for `kv_store.indexer_store`."""
     indexer_store_kernel[(triton.cdiv(key.shape[0], HEAD_BLOCK_TOKENS),)](
@@ -252,6 +257,4 @@ def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | N
 
 def _converts(pool: Tensor) -> bool:
     """Whether the device has an instruction for float32 -> e4m3; AMD's gives other bytes past 448."""
-    if IS_INTERPRETED or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(pool.device) >= E4M3_CAPABILITY
+    return has_capability(pool.device, E4M3_CAPABILITY)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.kv_cache.page_tags_reference import NO_MISMATCH, PageTagCheck, new_check
 from memopt.kernels.layout import NO_TAG
 
@@ -59,6 +60,7 @@ def num_warps(num_block_pages: int) -> int:
     return min(max(num_block_pages // PAGES_A_WARP, 1), MAX_NUM_WARPS)
 
 
+@on_tensors_device
 def verify_page_tags(
     block_table: Tensor, num_pages: Tensor, tags: Tensor, expected: Tensor, out: PageTagCheck | None = None
 ) -> PageTagCheck:

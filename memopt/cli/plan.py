@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -13,8 +16,20 @@ from memopt.cli.output import print_verdict, refusals
 from memopt.errors import UsageError
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: a plan is a million live objects, and going through them finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @click.command("plan")
-@click.argument("source", metavar="SRC", required=False)
+@click.argument("source", metavar="[SRC]", required=False)
 @recipe_option
 @click.option("--config", "config", metavar="FILE", default=None, help="Plan from a config.json alone, without SRC.")
 @plan_options
@@ -46,7 +61,7 @@ def plan_command(
 
     With --gpu (or another option of it): what fits on --tp GPUs, and what bounds their speed (docs/capacity.md).
     """
-    with refusals("plan", as_json=as_json):
+    with refusals("plan", as_json=as_json), _uncollected():
         request = capacity_request(capacity)
         if kv_formula is not None:
             beside = (source, recipe, config, tensor_parallel, expert_parallel, layout, max_file_size, release_name)

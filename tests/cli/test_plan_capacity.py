@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,12 @@ def test_every_option_reaches_the_plan(small_config: Path) -> None:
     assert decode["speed"]["requests"] == 3
     assert decode["speed"]["kv_crossover"]["share"] == 0.01
     assert decode["speed"]["kv_crossover"]["breaks_even_length"] is None
+
+
+def test_garbage_is_collected_again_after_a_plan_and_after_a_refusal(small_config: Path) -> None:
+    for options, code in (((), 0), (("--tp", "3"), 2)):
+        assert invoke("plan", "--config", small_config, *options).code == code
+        assert gc.isenabled()
 
 
 def test_people_read_the_same_numbers(small_config: Path) -> None:

@@ -118,7 +118,7 @@ def test_there_and_back_is_what_the_codes_say(source: Path, tmp_path: Path) -> N
 def test_plan_config_needs_no_weights(source: Path) -> None:
     from_config = memopt.plan_config(source / "config.json", options=OPTIONS)
     from_folder = memopt.plan(source, options=OPTIONS)
-    assert [unit.header for unit in from_config.units] == [unit.header for unit in from_folder.units]
+    assert [unit.hub_file.header for unit in from_config.units] == [unit.hub_file.header for unit in from_folder.units]
     assert from_config.source.folder is None
 
 

@@ -40,7 +40,7 @@ def plan_lists(draw: st.DrawFn) -> tuple[TensorPlan, ...]:
 
 
 def contents(unit: Unit) -> bytes:
-    return unit.header + bytes(unit.data_size_bytes)
+    return unit.hub_file.header + bytes(unit.data_size_bytes)
 
 
 @given(plans=plan_lists(), max_file_bytes=st.integers(8, 3000))
@@ -54,7 +54,7 @@ def test_files_hold_every_output_once_aligned_and_parse(plans: tuple[TensorPlan,
         assert unit.tensors
         raw = contents(unit)
         assert unit.hub_file.size_bytes == len(raw)
-        header = parse_header(unit.header[LENGTH_SIZE_BYTES:], len(raw), unit.file_name)
+        header = parse_header(unit.hub_file.header[LENGTH_SIZE_BYTES:], len(raw), unit.file_name)
         assert header.metadata == {"format": "pt"}
         assert {t.name: (t.dtype, t.shape) for t in header.tensors} == {
             output.name: (output.dtype, output.shape) for plan in unit.tensors for output in plan.outputs

@@ -42,6 +42,15 @@ def test_a_gpu_too_small_is_refused_with_degrees_and_gpus_that_would_do(plan: Pl
         capacity(plan, gpu=small, reserves=fits_nowhere)
 
 
+def test_smaller_reserves_are_offered_only_where_they_help(plan: Plan) -> None:
+    for size_gib, helps in ((16, True), (14, False)):
+        with pytest.raises(CapacityError) as caught:
+            capacity(plan, gpu=Gpu("given", size_gib * GIB))
+        assert ("smaller reserves" in caught.value.remedy) is helps
+    nothing = ReserveChoice(0, 0, 0, 0, 0)
+    assert capacity(plan, gpu=Gpu("given", 16 * GIB), reserves=nothing).stages[0].tokens
+
+
 def test_more_ranks_are_offered_only_where_they_divide_and_help(plan: Plan) -> None:
     small = Gpu("given", 12 * GIB)
     none = ReserveChoice(0, 0, 0, 0, 0)

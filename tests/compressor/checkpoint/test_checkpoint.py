@@ -168,6 +168,13 @@ def test_several_files_without_an_index(folder: Path) -> None:
         scan_checkpoint(folder)
 
 
+def test_a_release_of_rank_files_alone_is_told_the_way_out(folder: Path) -> None:
+    (folder / INDEX_NAME).unlink()
+    (folder / "tp8").mkdir()
+    with refusal(MissingFileError, str(folder), "tp8/", "memopt merge"):
+        scan_checkpoint(folder)
+
+
 def test_a_folder_without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
     with refusal(MissingFileError, "config.json", str(folder)):

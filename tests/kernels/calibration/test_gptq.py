@@ -122,8 +122,14 @@ def test_no_tokens_give_plain_rounding() -> None:
 @pytest.mark.parametrize("factor", [4.0**-20, 4.0**20])
 def test_a_factor_of_the_hessian_does_not_count(factor: float) -> None:
     problem = make_problem((100,), 16, 64)
-    scaled = dataclasses.replace(problem, hessian=problem.hessian * factor)
-    assert torch.equal(_solve(problem).codes, _solve(scaled).codes)
+    problem.hessian[:, 5:40] = 0.0
+    problem.hessian[:, :, 5:40] = 0.0
+    found = _solve(problem)
+    scaled = _solve(dataclasses.replace(problem, hessian=problem.hessian * factor))
+    assert found.num_dead_columns.tolist() == [35]
+    assert torch.equal(found.codes, scaled.codes)
+    # Dead columns too: their share of a loss would otherwise hide the choice between a row's two sets of codes.
+    torch.testing.assert_close(scaled.loss, found.loss * factor, rtol=1e-5, atol=0.0)
 
 
 def test_an_expert_has_the_same_codes_alone_and_among_others() -> None:

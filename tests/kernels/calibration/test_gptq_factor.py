@@ -75,6 +75,16 @@ def test_damping_rises_until_it_works_and_is_recorded() -> None:
     assert factorize_hessian(singular, GptqOptions(damping=0.01)).damping == 0.01
 
 
+def test_one_triangle_alone_is_refused() -> None:
+    hessian = make_problem((60,), 1, 20, group=1).hessian[0]
+    nearly = hessian.clone()
+    nearly[3, 7] *= 1.0 + 1e-6
+    factorize_hessian(nearly, GptqOptions())
+    for half in (hessian.triu(), hessian.tril()):
+        with pytest.raises(ContentError, match=r"Hessian of expert 3.*not symmetric"):
+            factorize_hessian(half, GptqOptions(), expert=3)
+
+
 @pytest.mark.parametrize(
     "hessian", [torch.tensor([[1.0, 50.0], [50.0, 1.0]]), torch.tensor([[-1.0, 0.0], [0.0, -1.0]])]
 )

@@ -13,8 +13,8 @@ from memopt.kernels.gemm.moe_gemm import moe_gemm
 from memopt.kernels.gemm.planar import planar_weight
 from memopt.kernels.gemm.torch_int4_weight import torch_int4_weight
 
-# Of the largest value: the hidden values are rounded to BF16 (in torch's form every product), and so is the result.
-TOLERANCE = 0.008
+# Of the largest value: the hidden values and the result are rounded to BF16, in torch's form every product as well.
+TOLERANCE, TORCH_TOLERANCE = 0.005, 0.012
 
 
 @pytest.mark.parametrize("group", [32, 64, None])
@@ -30,11 +30,15 @@ def test_every_form_against_float64(group: int | None, num_tokens: int) -> None:
     if num_tokens > 1:
         ids[0, 0], ids[1, 2] = -1, experts  # experts of other ranks
     expected = exact_moe(x, gate_up, down, ids, weights)
-    for make in (lambda weight: weight, planar_weight, torch_int4_weight):
+    for make, tolerance in (
+        (lambda weight: weight, TOLERANCE),
+        (planar_weight, TOLERANCE),
+        (torch_int4_weight, TORCH_TOLERANCE),
+    ):
         out = torch.full((num_tokens, hidden_size), torch.nan, dtype=torch.bfloat16)
         result = moe_gemm(x, make(gate_up), make(down), ids, weights, out)
         assert result is out
-        assert largest_error(result, expected, floor=1.0) < TOLERANCE
+        assert largest_error(result, expected, floor=1.0) < tolerance
         assert torch.equal(result, moe_gemm(x, make(gate_up), make(down), ids.to(torch.int64), weights))
 
 

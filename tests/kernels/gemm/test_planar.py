@@ -100,6 +100,9 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         Int4Weight(packed, torch.zeros(2, 3, dtype=torch.bfloat16), 32)
     with pytest.raises(ShapeError, match=r"\[1, 2, 2\]"):
         Int4Weight(packed, scales[None], 32)
+    for empty in (torch.zeros(0, 8, dtype=torch.int32), torch.zeros(0, 2, 8, dtype=torch.int32)):
+        with pytest.raises(ShapeError, match="hold no weights"):
+            Int4Weight(empty, torch.zeros(*empty.shape[:-1], 2, dtype=torch.bfloat16), 32)
     with pytest.raises(ShapeError, match="contiguous"):
         Int4Weight(torch.zeros(8, 2, dtype=torch.int32).T, scales, 32)
     with pytest.raises(ShapeError, match="meta"):
@@ -114,6 +117,9 @@ def test_planar_parts_that_do_not_fit_are_refused() -> None:
         replace(planar, num_columns=600)
     with pytest.raises(ShapeError, match="in groups of a row"):
         replace(planar, group_size=None)
+    # The kernels multiply nothing for a group that is longer than half a block.
+    with pytest.raises(ShapeError, match="groups of 256"):
+        replace(planar, scales=planar.scales[:, :1], group_size=256)
     with pytest.raises(ShapeError, match=r"words are torch\.int64"):
         replace(planar, words=planar.words.to(torch.int64))
     with pytest.raises(ShapeError, match=r"scales are torch\.int32 with strides"):

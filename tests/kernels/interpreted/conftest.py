@@ -13,8 +13,3 @@ def _interpreter() -> None:
     if not IS_INTERPRETED:
         pytest.fail("TRITON_INTERPRET=1 must be set before these tests start")
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)

@@ -65,6 +65,11 @@ def test_no_expert_of_this_rank() -> None:
     check(torch.tensor([[-1], [3]], dtype=torch.int32), 3, 64, 32, 32)
 
 
+def test_tokens_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt.kernels.gemm.moe_gemm_triton.MOST_SLOTS_A_LAUNCH", 5)
+    check(torch.tensor([[0, 2], [1, -1], [2, 0], [0, 1], [2, 1]], dtype=torch.int32), 3, 64, 32, 32)
+
+
 def test_no_token() -> None:
     check(torch.zeros(0, 2, dtype=torch.int32), 3, 64, 32, 32)
 

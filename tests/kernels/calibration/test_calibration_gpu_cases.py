@@ -38,6 +38,14 @@ def test_a_kernel_that_writes_nothing_is_found_out() -> None:
     assert not prepared.check() <= prepared.tolerance
 
 
+def test_a_kernel_that_writes_no_codes_is_found_out() -> None:
+    prepared = prepare_block(1, 16, torch.Generator().manual_seed(1))
+    codes, _ = prepared.outputs
+    prepared.run()
+    poison(codes)
+    assert not prepared.check() <= prepared.tolerance
+
+
 def test_the_cases_have_names_of_their_own() -> None:
     names = [case.name for case in cases()]
     assert len(set(names)) == len(names) == 3
