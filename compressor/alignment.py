@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memopt.compressor.families.roles import TensorSpec, TpAxis
-from memopt.compressor.ranks.layout import EXPERT_PARALLEL
+from memopt.compressor.ranks.layout import EXPERT_PARALLEL, TENSOR_PARALLEL
 from memopt.errors import AlignmentError
 from memopt.kernels.layout import CODES_PER_WORD, INT4_GROUP_SIZES
 from memopt.manifests.rank_folders import RankLayout
 
 # Degrees that `memopt inspect` tries and that an AlignmentError offers.
 COMMON_DEGREES = (1, 2, 4, 8, 16, 32, 64)
+_KINDS = {TENSOR_PARALLEL: "tensor-parallel", EXPERT_PARALLEL: "expert-parallel"}
 
 
 def divides(
@@ -39,67 +42,70 @@ def divides(
     return block is None or block[1] >= size or per_rank % block[1] == 0
 
 
-def require_cut(
+def can_cut(
     spec: TensorSpec,
     ranks: RankLayout,
     *,
     weights_per_scale: int | None = None,
     block: tuple[int, int] | None = None,
-) -> None:
-    """AlignmentError naming tensor, dimension, degree, group and the legal choices, unless `ranks` can share `spec`.
+) -> bool:
+    """Whether `ranks` can share `spec`; the other arguments as in `divides`.
 
     Expert-parallel ranks share routed experts whole, and cut every other tensor as tensor-parallel ones do.
     """
-    if ranks.kind != EXPERT_PARALLEL or spec.expert is None:
-        require_divisible(spec, ranks.num_ranks, weights_per_scale=weights_per_scale, block=block)
-    elif spec.num_experts % ranks.num_ranks:
-        degrees = [str(n) for n in COMMON_DEGREES if spec.num_experts % n == 0]
-        raise AlignmentError(
-            f"{spec.num_experts} experts / {ranks.num_ranks} ranks = {spec.num_experts / ranks.num_ranks:g}: "
-            "an expert is never cut",
-            tensor=spec.name,
-            remedy=f"legal: expert-parallel {', '.join(degrees)}",
-        )
+    if ranks.kind == EXPERT_PARALLEL and spec.expert is not None:
+        return spec.num_experts % ranks.num_ranks == 0
+    return divides(spec, ranks.num_ranks, weights_per_scale=weights_per_scale, block=block)
 
 
-def require_divisible(
+def cut_error(
     spec: TensorSpec,
-    degree: int,
+    ranks: RankLayout,
+    degrees: Sequence[int],
     *,
     weights_per_scale: int | None = None,
     block: tuple[int, int] | None = None,
-) -> None:
-    """AlignmentError naming tensor, dimension, degree, group and the legal choices, unless `divides` holds."""
-    if divides(spec, degree, weights_per_scale=weights_per_scale, block=block):
-        return
+) -> AlignmentError:
+    """The refusal of a tensor that `can_cut` says no to: names tensor, dimension, degree, group and legal choices.
+
+    `degrees`: of the same kind of ranks, those that all tensors allow as they are.
+    """
+    degree = ranks.num_ranks
+    choices = [f"{_KINDS[ranks.kind]} {', '.join(map(str, degrees))}"] if degrees else []
+    if ranks.kind == EXPERT_PARALLEL and spec.expert is not None:
+        fault = f"{spec.num_experts} experts / {degree} ranks = {spec.num_experts / degree:g}: an expert is never cut"
+        return AlignmentError(fault, tensor=spec.name, remedy=_legal(choices))
     size = spec.shape[0] if spec.tp.axis is TpAxis.ROWS else spec.shape[-1]
-    degrees = [n for n in COMMON_DEGREES if divides(spec, n, weights_per_scale=weights_per_scale, block=block)]
-    choices = [f"tensor-parallel {', '.join(map(str, degrees))}"]
     form = ""
     if weights_per_scale is not None and spec.tp.axis is TpAxis.COLUMNS:
-        choices.append(_group_choice(spec, degree))
         form = f" in whole INT4 groups of {weights_per_scale}"
+        choices = [f"{choice} with group {weights_per_scale}" for choice in choices]
+        choices += _other_groups(spec, degree, weights_per_scale)
     elif block is not None:
         form = f" in whole FP8 blocks of {block[0]}x{block[1]}"
     elif spec.tp.unit > 1:
         form = f" in whole heads of {spec.tp.unit}"
         # vLLM and SGLang then hold a copy of a key/value head on several ranks; memopt cuts, it never repeats.
         if spec.tp.axis is TpAxis.ROWS and size // spec.tp.unit < degree:
-            form += f" (there are {size // spec.tp.unit}; engines repeat key/value heads over ranks, memopt does not)"
-    legal = "; ".join(choice for choice in choices if choice)
+            form += f" ({size // spec.tp.unit} in all; engines repeat key/value heads over ranks, memopt does not)"
     if spec.expert is not None and spec.num_experts % degree == 0:
-        legal += f"; or expert-parallel {degree}"
-    raise AlignmentError(
+        choices.append(f"or {_KINDS[EXPERT_PARALLEL]} {degree}")
+    return AlignmentError(
         f"{size} {spec.tp.axis} / {degree} ranks = {size / degree:g}: cannot be cut{form}",
         tensor=spec.name,
-        remedy=f"legal: {legal}",
+        remedy=_legal(choices),
     )
 
 
-def _group_choice(spec: TensorSpec, degree: int) -> str:
-    """The INT4 groups that `degree` ranks can share, or the next smaller degree that has some."""
+def _legal(choices: Sequence[str]) -> str:
+    return f"legal: {'; '.join(choices)}" if choices else "leave the hub files uncut"
+
+
+def _other_groups(spec: TensorSpec, degree: int, weights_per_scale: int) -> list[str]:
+    """The INT4 groups that `degree` ranks can share, or the next smaller degree that has some, if that is news."""
     for fewer in sorted({n for n in COMMON_DEGREES if n < degree} | {degree}, reverse=True):
-        groups = ", ".join(str(group) for group in INT4_GROUP_SIZES if divides(spec, fewer, weights_per_scale=group))
+        groups = [group for group in INT4_GROUP_SIZES if divides(spec, fewer, weights_per_scale=group)]
         if groups:
-            return f"group {groups} at {degree}" if fewer == degree else f"tensor-parallel {fewer} with group {groups}"
-    return ""
+            is_news = groups != [weights_per_scale]
+            return [f"{_KINDS[TENSOR_PARALLEL]} {fewer} with group {' or '.join(map(str, groups))}"] if is_news else []
+    return []

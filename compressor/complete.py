@@ -88,7 +88,11 @@ def _require_small_files(job: Job, out: Path) -> dict[str, ErrorSummary]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         rendered = b""
     if raw != rendered:
-        raise ContentError("is not what this plan writes", file=RELEASE_NAME)
+        raise ContentError(
+            "is not what this plan writes: it was changed, or made from another source",
+            file=RELEASE_NAME,
+            remedy=f"name another output folder, or remove {out} to make it anew",
+        )
     digests = {file.name: file.sha256 for file in job.small_files} | {LEDGER_NAME: ledger_sha256}
     for name, digest in digests.items():
         with open(out / name, "rb") as stream:

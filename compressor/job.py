@@ -85,6 +85,11 @@ class Job(ABC):
     def small_files(self) -> Sequence[MetadataFile]:
         """What is written before the weights."""
 
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        """Files of the source that are not written, and that release.json does not list either."""
+        return ()
+
     @abstractmethod
     def small_file(self, name: str) -> bytes:
         """The bytes of one of `small_files`."""

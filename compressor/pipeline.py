@@ -42,6 +42,7 @@ class RunResult:
     `input_size_bytes`: source bytes behind the whole release; an earlier run read `resumed_size_bytes` of them.
     `source_root_digest`: hex, of the signed release that was sharded or merged; None if its signature was not checked.
     `layouts`: as "hub", "tp8"; `weights_size_bytes` counts a tensor once, `written_size_bytes` in every file.
+    `left_behind`: files of a release that was sharded or merged which are about itself, not about its weights.
     `root_digest`: hex, of the signed release; None if it was not signed. `sign_notes`: what its verifiers must allow.
     """
 
@@ -61,6 +62,7 @@ class RunResult:
     num_rank_files: int = 0
     written_size_bytes: int = 0
     source_root_digest: str | None = None
+    left_behind: tuple[str, ...] = ()
 
 
 def run_job(
@@ -131,6 +133,7 @@ def run_job(
         layouts=job.finished.layouts,
         num_rank_files=sum(len(unit.rank_files) for unit in job.units),
         written_size_bytes=sum(unit.written_size_bytes for unit in job.units),
+        left_behind=job.left_behind,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from memopt.compressor.alignment import require_cut
+from memopt.compressor.alignment import COMMON_DEGREES, can_cut, cut_error
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME, render_config
 from memopt.compressor.checkpoint.small_files import SkippedFile
@@ -165,15 +165,23 @@ def _checked_ranks(options: PlanOptions, recipe: Recipe) -> RankLayout:
 
 
 def require_ranks(plans: Iterable[TensorPlan], ranks: RankLayout) -> None:
-    """AlignmentError naming the first tensor that cannot be cut over `ranks`, and what could."""
-    for plan in plans:
-        if plan.outputs:
-            require_cut(
-                plan.source.spec,
-                ranks,
-                weights_per_scale=plan.int4_weights_per_scale,
-                block=plan.source.block if plan.is_float8 else None,
-            )
+    """AlignmentError naming the first tensor that cannot be cut over `ranks`, and what could be for all of them."""
+    stored = [plan for plan in plans if plan.outputs]
+    for plan in stored:
+        if not _can_cut(plan, ranks):
+            layouts = [RankLayout(ranks.kind, degree) for degree in COMMON_DEGREES]
+            degrees = [layout.num_ranks for layout in layouts if all(_can_cut(other, layout) for other in stored)]
+            weights_per_scale, block = plan.int4_weights_per_scale, _float8_block(plan)
+            raise cut_error(plan.source.spec, ranks, degrees, weights_per_scale=weights_per_scale, block=block)
+
+
+def _can_cut(plan: TensorPlan, ranks: RankLayout) -> bool:
+    weights_per_scale, block = plan.int4_weights_per_scale, _float8_block(plan)
+    return can_cut(plan.source.spec, ranks, weights_per_scale=weights_per_scale, block=block)
+
+
+def _float8_block(plan: TensorPlan) -> tuple[int, int] | None:
+    return plan.source.block if plan.is_float8 else None
 
 
 def _check_options(options: PlanOptions) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memopt.kernels import dequantize_reference, float8_reference
 from memopt.kernels.checks import check_packed, check_source
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.device.triton_math import INTERPRETED, bf16_bits_to_f32, e4m3_bits_to_f32, to_bf16
 from memopt.kernels.int4_spec import BlockShape
 from memopt.kernels.layout import (
@@ -97,6 +98,7 @@ def expand_int4(packed, scale_bits, result, flag, num_rows, num_words, num_group
     tl.store(result + (place[:, :, None] * _CODES + element), rounded, mask=is_valid[:, :, None])
 
 
+@on_tensors_device
 def launch_float8(bits: Tensor, block_scale: Tensor, block: BlockShape, result: Tensor, flag: Tensor) -> None:
     """Expands checked, contiguous FP8 bits uint8 [R, C] into `result`; sets `flag` int32 [1] where that overflows."""
     rows, columns = bits.shape
@@ -123,6 +125,7 @@ def launch_float8(bits: Tensor, block_scale: Tensor, block: BlockShape, result: 
     )
 
 
+@on_tensors_device
 def launch_int4(packed: Tensor, scale_bits: Tensor, group: int, result: Tensor, flag: Tensor) -> None:
     """Expands checked, contiguous codes into `result`; sets `flag` int32 [1] where code -8 would overflow."""
     rows, words = packed.shape

@@ -19,10 +19,8 @@ from memopt.kernels.int4_rounding_triton import (
     absmax_scale,
     add_search_errors,
     better_scale,
-    is_unsafe_scale,
-    largest_magnitude,
+    is_unsafe,
     load_chunk,
-    reciprocal,
     round_chunk,
 )
 from memopt.kernels.layout import BF16_SHIFT, CODES_PER_WORD
@@ -34,40 +32,41 @@ _BF16_SHIFT = constant(BF16_SHIFT)
 
 
 @triton.jit
-def _store_figures(scale_bits, group_sums, max_error, num_clipped, flag, scale, square_sum, energy_sum, largest_error,
-                   clipped_sum, is_unsafe, place, is_valid, num_rows, num_groups, ROWS: tl.constexpr,
+def _store_figures(scale_bits, group_sums, max_square, num_clipped, flag, scale, square_sum, energy_sum, largest_square,
+                   clipped_sum, unusable, place, is_valid, num_rows, num_groups, ROWS: tl.constexpr,
                    ROW_GROUPS: tl.constexpr):  # fmt: skip
     """What a tile of groups leaves besides its codes."""
     tl.store(scale_bits + place, (scale.to(tl.uint32, bitcast=True) >> _BF16_SHIFT).to(tl.int16), mask=is_valid)
     tl.store(group_sums + place, square_sum, mask=is_valid)
     tl.store(group_sums + tl.cast(num_rows, tl.int64) * num_groups + place, energy_sum, mask=is_valid)
-    # float32 that is not negative sorts as its bits do.
-    row_error = tl.max(tl.reshape(largest_error.to(tl.int32, bitcast=True), [ROWS, ROW_GROUPS]), axis=1)
+    row_square = tl.max(tl.reshape(largest_square, [ROWS, ROW_GROUPS]), axis=1)
     row_clipped = tl.sum(tl.reshape(clipped_sum, [ROWS, ROW_GROUPS]), axis=1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.atomic_max(max_error + rows, row_error, mask=rows < num_rows, sem="relaxed")
+    tl.atomic_max(max_square + rows, row_square, mask=rows < num_rows, sem="relaxed")
     tl.atomic_add(num_clipped + rows, row_clipped, mask=rows < num_rows, sem="relaxed")
-    # A sum of squares is NaN or infinite when a weight is.
-    is_unsafe = is_unsafe | (energy_sum != energy_sum) | (energy_sum == float("inf"))
-    if tl.max((is_unsafe & is_valid).to(tl.int32), axis=0) != 0:
-        tl.store(flag, 1)
+    # A sum of squares is NaN when a weight is; an infinite weight makes the scale unsafe.
+    unusable = unusable | (energy_sum != energy_sum)
+    tl.store(flag + tl.zeros_like(clipped_sum), 1, mask=unusable & is_valid)
 
 
 @triton.jit
-def quantize_groups(weight, scales, grid, packed, scale_bits, group_sums, max_error, num_clipped, flag,
+def quantize_groups(weight, scales, grid, packed, scale_bits, group_sums, max_square, num_clipped, flag,
                     num_rows, num_groups, num_scale_columns, IS_FP8: tl.constexpr, GROUP: tl.constexpr,
                     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, ONE_SCALE: tl.constexpr,
                     SEARCH: tl.constexpr, NORM: tl.constexpr, GRID: tl.constexpr, ROWS: tl.constexpr,
-                    ROW_GROUPS: tl.constexpr):  # fmt: skip
+                    ROW_GROUPS: tl.constexpr, USE_ASSEMBLY: tl.constexpr):  # fmt: skip
     """A tile of ROWS rows and ROW_GROUPS short groups each, their weights in registers from load to store.
 
     `grid`: GRID factors of the absmax scale; the first is 1, under its positive sign only.
-    Outputs: `packed`, `scale_bits`; `group_sums` float32 [2, R, G] of d * d and w * w; `max_error` int32 [R] (bits of a
-    float32) and `num_clipped` int32 [R], both updated atomically; `flag` int32 [1], 1 when none of it may be used.
+    `weight`: the bytes of FP8 or BF16 weights as int32.
+    Outputs: `packed`, `scale_bits`; `group_sums` float32 [2, R, G] of d * d and w * w; `max_square` int32 [R], bits of
+    the largest d * d, and `num_clipped` int32 [R], both updated atomically; `flag` int32 [1], 1 when none of it may be
+    used.
     """
     CHUNKS: tl.constexpr = GROUP // _CHUNK
     WORDS: tl.constexpr = GROUP // _WORD
     GROUPS: tl.constexpr = ROWS * ROW_GROUPS
+    PER_WORD: tl.constexpr = 4 if IS_FP8 else 2
     IS_SEARCHED: tl.constexpr = SEARCH != "absmax"
     SIGNED: tl.constexpr = SEARCH == "mse-signed"
     lane = tl.arange(0, GROUPS)
@@ -76,49 +75,51 @@ def quantize_groups(weight, scales, grid, packed, scale_bits, group_sums, max_er
     is_valid = (row < num_rows) & (group < num_groups)
     place = row.to(tl.int64) * num_groups + group
     row_scale = row // SCALE_ROWS * num_scale_columns
-    start, column = place * GROUP, group * GROUP
-    words = ()
-    for i in tl.static_range(CHUNKS):
-        first = i * _CHUNK
-        words = words + load_chunk(weight, scales, start + first, column + first, row_scale, is_valid, 0, IS_FP8,
-                                   GROUPS, SCALE_COLUMNS, ONE_SCALE, False)  # fmt: skip
-
+    # The weights are read as int32.
+    start, column = place * (GROUP // PER_WORD), group * GROUP
     zero = tl.zeros([GROUPS], tl.float32)
-    largest = largest_magnitude(words, zero, WORDS)
+    values, largest = (), zero
+    for i in tl.static_range(CHUNKS):
+        chunk, chunk_largest = load_chunk(
+            weight, scales, start + i * _CHUNK // PER_WORD, column + i * _CHUNK, row_scale, is_valid, 0, IS_FP8, GROUPS,
+            SCALE_COLUMNS, ONE_SCALE, False, USE_ASSEMBLY)  # fmt: skip
+        values = values + chunk
+        largest = tl.maximum(largest, chunk_largest)
     absmax = absmax_scale(largest, 1.0)
     scale = tl.where(absmax == 0, 1.0, absmax)
     if IS_SEARCHED:
         best = tl.full([GROUPS], float("inf"), tl.float32)
         for i in range(GRID):
             candidate = absmax_scale(largest, tl.load(grid + i))
-            positive, negative = add_search_errors(words, candidate, zero, zero, WORDS, GROUPS, NORM, SIGNED)
+            positive, negative = add_search_errors(values, candidate, zero, zero, GROUP, GROUPS, NORM, SIGNED)
             scale, best = better_scale(scale, best, candidate, positive, negative, SIGNED, i > 0)
         scale = tl.where(absmax == 0, 1.0, scale)
 
-    inverse = reciprocal(scale)
-    square_sum, energy_sum, largest_error, clipped_sum = zero, zero, zero, tl.zeros([GROUPS], tl.int32)
+    none = tl.zeros([GROUPS], tl.int32)
+    square_sum, energy_sum, largest_square, clipped_sum = zero, zero, none, none
     for i in tl.static_range(CHUNKS):
-        four, square_sum, energy_sum, largest_error, clipped_sum = round_chunk(
-            words, i * _CHUNK_WORDS, scale[:, None], inverse, square_sum, energy_sum, largest_error, clipped_sum,
-            GROUPS, IS_SEARCHED)  # fmt: skip
+        four, square_sum, energy_sum, largest_square, clipped_sum = round_chunk(
+            values, i * _CHUNK, scale, square_sum, energy_sum, largest_square, clipped_sum, GROUPS, IS_SEARCHED,
+            USE_ASSEMBLY)  # fmt: skip
         at = (place * WORDS)[:, None] + (i * _CHUNK_WORDS + tl.arange(0, _CHUNK_WORDS))[None, :]
         tl.store(packed + at, four, mask=is_valid[:, None])
-    _store_figures(scale_bits, group_sums, max_error, num_clipped, flag, scale, square_sum, energy_sum, largest_error,
-                   clipped_sum, is_unsafe_scale(largest, absmax), place, is_valid, num_rows, num_groups, ROWS,
+    _store_figures(scale_bits, group_sums, max_square, num_clipped, flag, scale, square_sum, energy_sum, largest_square,
+                   clipped_sum, is_unsafe(largest, absmax, largest_square), place, is_valid, num_rows, num_groups, ROWS,
                    ROW_GROUPS)  # fmt: skip
 
 
 @triton.jit
-def quantize_long_groups(weight, scales, grid, packed, scale_bits, group_sums, max_error, num_clipped, flag,
+def quantize_long_groups(weight, scales, grid, packed, scale_bits, group_sums, max_square, num_clipped, flag,
                          num_rows, num_groups, num_scale_columns, group_size, IS_FP8: tl.constexpr,
                          HAS_TAIL: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
                          ONE_SCALE: tl.constexpr, SEARCH: tl.constexpr, NORM: tl.constexpr, GRID: tl.constexpr,
-                         ROWS: tl.constexpr, ROW_GROUPS: tl.constexpr):  # fmt: skip
+                         ROWS: tl.constexpr, ROW_GROUPS: tl.constexpr, USE_ASSEMBLY: tl.constexpr):  # fmt: skip
     """As `quantize_groups`, for groups of any multiple of 8 weights: each pass reads them again, 32 at a time.
 
     HAS_TAIL: a chunk does not divide `group_size`, which is then the whole row.
     """
     GROUPS: tl.constexpr = ROWS * ROW_GROUPS
+    PER_WORD: tl.constexpr = 4 if IS_FP8 else 2
     IS_SEARCHED: tl.constexpr = SEARCH != "absmax"
     SIGNED: tl.constexpr = SEARCH == "mse-signed"
     lane = tl.arange(0, GROUPS)
@@ -127,14 +128,15 @@ def quantize_long_groups(weight, scales, grid, packed, scale_bits, group_sums, m
     is_valid = (row < num_rows) & (group < num_groups)
     place = row.to(tl.int64) * num_groups + group
     row_scale = row // SCALE_ROWS * num_scale_columns
-    start, column = place * group_size, group * group_size
+    start, column = place * (group_size // PER_WORD), group * group_size
 
     zero = tl.zeros([GROUPS], tl.float32)
     largest = zero
     for first in range(0, group_size, _CHUNK):
-        words = load_chunk(weight, scales, start + first, column + first, row_scale, is_valid, group_size, IS_FP8,
-                           GROUPS, SCALE_COLUMNS, ONE_SCALE, HAS_TAIL)  # fmt: skip
-        largest = largest_magnitude(words, largest, _CHUNK_WORDS)
+        _, chunk_largest = load_chunk(
+            weight, scales, start + first // PER_WORD, column + first, row_scale, is_valid, group_size, IS_FP8,
+            GROUPS, SCALE_COLUMNS, ONE_SCALE, HAS_TAIL, USE_ASSEMBLY)  # fmt: skip
+        largest = tl.maximum(largest, chunk_largest)
     absmax = absmax_scale(largest, 1.0)
     scale = tl.where(absmax == 0, 1.0, absmax)
     if IS_SEARCHED:
@@ -143,29 +145,31 @@ def quantize_long_groups(weight, scales, grid, packed, scale_bits, group_sums, m
             candidate = absmax_scale(largest, tl.load(grid + i))
             positive, negative = zero, zero
             for first in range(0, group_size, _CHUNK):
-                words = load_chunk(weight, scales, start + first, column + first, row_scale, is_valid, group_size,
-                                   IS_FP8, GROUPS, SCALE_COLUMNS, ONE_SCALE, HAS_TAIL)  # fmt: skip
+                values, _ = load_chunk(
+                    weight, scales, start + first // PER_WORD, column + first, row_scale, is_valid, group_size, IS_FP8,
+                    GROUPS, SCALE_COLUMNS, ONE_SCALE, HAS_TAIL, USE_ASSEMBLY)  # fmt: skip
                 positive, negative = add_search_errors(
-                    words, candidate, positive, negative, _CHUNK_WORDS, GROUPS, NORM, SIGNED
+                    values, candidate, positive, negative, _CHUNK, GROUPS, NORM, SIGNED
                 )
             scale, best = better_scale(scale, best, candidate, positive, negative, SIGNED, i > 0)
         scale = tl.where(absmax == 0, 1.0, scale)
 
-    inverse = reciprocal(scale)
-    square_sum, energy_sum, largest_error, clipped_sum = zero, zero, zero, tl.zeros([GROUPS], tl.int32)
+    none = tl.zeros([GROUPS], tl.int32)
+    square_sum, energy_sum, largest_square, clipped_sum = zero, zero, none, none
     for first in range(0, group_size, _CHUNK):
-        words = load_chunk(weight, scales, start + first, column + first, row_scale, is_valid, group_size, IS_FP8,
-                           GROUPS, SCALE_COLUMNS, ONE_SCALE, HAS_TAIL)  # fmt: skip
-        four, square_sum, energy_sum, largest_error, clipped_sum = round_chunk(
-            words, 0, scale[:, None], inverse, square_sum, energy_sum, largest_error, clipped_sum, GROUPS, IS_SEARCHED
-        )
+        values, _ = load_chunk(
+            weight, scales, start + first // PER_WORD, column + first, row_scale, is_valid, group_size, IS_FP8,
+            GROUPS, SCALE_COLUMNS, ONE_SCALE, HAS_TAIL, USE_ASSEMBLY)  # fmt: skip
+        four, square_sum, energy_sum, largest_square, clipped_sum = round_chunk(
+            values, 0, scale, square_sum, energy_sum, largest_square, clipped_sum, GROUPS, IS_SEARCHED,
+            USE_ASSEMBLY)  # fmt: skip
         word = (first // _WORD + tl.arange(0, _CHUNK_WORDS))[None, :]
         mask = is_valid[:, None]
         if HAS_TAIL:
             mask = mask & (word * _WORD < group_size)
-        tl.store(packed + (start // _WORD)[:, None] + word, four, mask=mask)
-    _store_figures(scale_bits, group_sums, max_error, num_clipped, flag, scale, square_sum, energy_sum, largest_error,
-                   clipped_sum, is_unsafe_scale(largest, absmax), place, is_valid, num_rows, num_groups, ROWS,
+        tl.store(packed + (place * (group_size // _WORD))[:, None] + word, four, mask=mask)
+    _store_figures(scale_bits, group_sums, max_square, num_clipped, flag, scale, square_sum, energy_sum, largest_square,
+                   clipped_sum, is_unsafe(largest, absmax, largest_square), place, is_valid, num_rows, num_groups, ROWS,
                    ROW_GROUPS)  # fmt: skip
 
 

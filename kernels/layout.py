@@ -125,3 +125,6 @@ GPU_LOAD_BYTES = 16
 # FP16 (IEEE binary16): sign, 5 exponent bits, 10 mantissa bits; the largest number is 65504.
 F16_MAGNITUDE_MASK = 0x7FFF
 F16_INFINITY_BITS = 0x7C00
+F16_SIGN_MASK = 0x8000
+# Subnormals are multiples of it, 0 to 1023 times; their bits are the multiple.
+F16_SUBNORMAL_UNIT = 2.0**-24

@@ -6,7 +6,7 @@ there is a digest for every rank, and what is not cut has the digest of the whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,16 @@ class LedgerOutput:
         return None if self.ranks is None else self.ranks.layout
 
 
-def ledger_outputs(lines: Iterator[bytes]) -> Iterator[LedgerOutput]:
-    """Every stored tensor of a ledger, line by line.
+@dataclass(frozen=True, slots=True)
+class LedgerLine:
+    """One line: the logical tensor, as whoever wrote the line has it (any JSON value), and what is stored of it."""
+
+    tensor: object
+    outputs: tuple[LedgerOutput, ...]
+
+
+def ledger_lines(lines: Iterable[bytes]) -> Iterator[LedgerLine]:
+    """Every line of a ledger.
 
     Raises LedgerError for a line that breaks the format, and if outputs differ in having a hub file or a rank layout:
     no rank's set could be complete then.
@@ -68,16 +76,22 @@ def ledger_outputs(lines: Iterator[bytes]) -> Iterator[LedgerOutput]:
     first: LedgerOutput | None = None
     for number, line in enumerate(lines, start=1):
         row = parse_json_object(line, f"{LEDGER_NAME}:{number}", LedgerError)
-        outputs = row.get("outputs")
-        if not isinstance(outputs, list):
+        entries = row.get("outputs")
+        if not isinstance(entries, list):
             raise LedgerError("has no list of outputs", file=f"{LEDGER_NAME}:{number}")
-        for entry in outputs:
-            output = _parse_output(entry, number)
+        outputs = tuple(_parse_output(entry, number) for entry in entries)
+        for output in outputs:
             first = first or output
             if (output.file is None, output.layout) != (first.file is None, first.layout):
                 name = f"{output.tensor.name[:200]!a}"
                 raise _refuse(f"{name} is in {_layouts(output)}, outputs before in {_layouts(first)}", number)
-            yield output
+        yield LedgerLine(row.get("tensor"), outputs)
+
+
+def ledger_outputs(lines: Iterable[bytes]) -> Iterator[LedgerOutput]:
+    """Every stored tensor of a ledger; raises as `ledger_lines`."""
+    for line in ledger_lines(lines):
+        yield from line.outputs
 
 
 def _layouts(output: LedgerOutput) -> str:
@@ -96,8 +110,7 @@ def _is_size(value: Any) -> bool:
 def _are_sizes(value: Any) -> bool:
     if not isinstance(value, list):
         return False
-    # Plain loops: a full model's ledger has a million of these.
-    for size in value:
+    for size in value:  # noqa: SIM110 (a full model's ledger has a million lists, and all() takes twice the time)
         if type(size) is not int or not 0 <= size < 2**63:
             return False
     return True

@@ -84,15 +84,19 @@ class Block:
 
 
 def make_block(num_experts: int, num_columns: int, num_rows: int, num_groups: int, seed: int) -> Block:
-    """Random weights, an upper triangular factor with garbage below its diagonal, scales of both signs, any groups."""
+    """Random weights, an upper triangular factor with garbage below its diagonal, scales of both signs, any groups.
+
+    The first column's weights lie at ties, where a product with 1 / scale rounds otherwise than a true division.
+    """
     generator = torch.Generator().manual_seed(seed)
     factor = torch.randn(num_experts, num_columns, num_columns, generator=generator) * 0.3
     factor.diagonal(dim1=1, dim2=2).abs_().add_(0.5)
     scales = torch.rand(num_experts, num_groups, num_rows, generator=generator) * 0.004 + 0.002
     signs = torch.where(torch.rand(scales.shape, generator=generator) < 0.3, -1.0, 1.0)
-    return Block(
-        weights=torch.randn(num_experts, num_columns, num_rows, generator=generator) * 0.02,
-        factor=factor,
-        scales=scales.to(torch.bfloat16).to(torch.float32) * signs,
-        groups=torch.randint(num_groups, (num_experts, num_columns), generator=generator, dtype=torch.int32),
-    )
+    scales = scales.to(torch.bfloat16).to(torch.float32) * signs
+    groups = torch.randint(num_groups, (num_experts, num_columns), generator=generator, dtype=torch.int32)
+    weights = torch.randn(num_experts, num_columns, num_rows, generator=generator) * 0.02
+    ties = torch.randint(-7, 7, (num_experts, num_rows), generator=generator) + 0.5
+    for expert in range(num_experts):
+        weights[expert, 0] = ties[expert] * scales[expert, int(groups[expert, 0])]
+    return Block(weights, factor, scales, groups)

@@ -69,6 +69,13 @@ def is_made_anew(name: str) -> bool:
     return name in MADE_ANEW or name.startswith(_OWN_PREFIX) or is_signature_name(name)
 
 
+def is_of_repository(name: str) -> bool:
+    """Whether it belongs to the repository that a release lies in, not to the release: git's and the Hub client's
+    files and folders, and a model card.
+    """
+    return name.startswith(".") or _CARD.fullmatch(name) is not None
+
+
 def skip_reason(name: str, *, allow_code: bool = False) -> str | None:
     """Why a file of this name is never copied; None if it is."""
     if name.endswith(FOLDER_MARK):

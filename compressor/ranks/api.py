@@ -91,7 +91,7 @@ def _run(
         )
     check_output_place(Path(release), Path(out))
     with _opened(Path(release), policy, key) as opened:
-        job = make(ReleasedPlan(Path(release), opened.read))
+        job = make(ReleasedPlan(Path(release), opened.read, opened.signed_names))
         result = run_job(job, Path(out), workers=default_workers() if workers is None else workers, progress=progress)
     return replace(result, source_root_digest=opened.root_digest)
 
@@ -100,6 +100,7 @@ def _run(
 class _Opened:
     read: ReadFile
     root_digest: str | None
+    signed_names: frozenset[str] | None
 
 
 @contextmanager
@@ -108,12 +109,12 @@ def _opened(
 ) -> Iterator[_Opened]:
     """How small files are read: as they were signed, if somebody is trusted, else as they lie there."""
     if policy is None and key is None:
-        yield _Opened(lambda name: _read_plain(folder, name), None)
+        yield _Opened(lambda name: _read_plain(folder, name), None, None)
         return
     from memopt.manifests.release import open_release
 
     with open_release(folder, policy=policy, key=key) as release:
-        yield _Opened(release.read_file, release.root_digest)
+        yield _Opened(release.read_file, release.root_digest, frozenset(release.files_for()))
 
 
 def _read_plain(folder: Path, name: str) -> bytes:

@@ -11,21 +11,20 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME
-from memopt.compressor.checkpoint.small_files import CODE_SUFFIX, FOLDER_MARK, sort_small_files
 from memopt.compressor.job import Job
 from memopt.compressor.ledger import UNKNOWN_DIGEST, ErrorSummary, TensorResult, ledger_line, placed_output
-from memopt.compressor.metadata_files import MetadataFile, list_folder
-from memopt.compressor.output_folder import MOUNT_ROOT_FOLDER, FinishedIdentity
+from memopt.compressor.metadata_files import MetadataFile
+from memopt.compressor.output_folder import FinishedIdentity
 from memopt.compressor.ranks.layout import Layouts
+from memopt.compressor.ranks.release_files import ReleaseFiles, sort_release_files
 from memopt.compressor.ranks.release_reader import ReleaseReader
 from memopt.compressor.ranks.released import ReleasedPlan
 from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.release_file import render_table
 from memopt.compressor.units import PlannedFile, Unit
 from memopt.compressor.weight_indexes import hub_index, rank_indexes
-from memopt.errors import ContentError, LayoutError
+from memopt.errors import ContentError
 from memopt.manifests.file_roles import LEDGER_NAME
-from memopt.manifests.rank_folders import parse_layout
 from memopt.manifests.safetensors_index import INDEX_NAME
 from memopt.version import __version__
 
@@ -70,32 +69,24 @@ class ReleaseJob(Job):
 
     @cached_property
     def small_files(self) -> Sequence[MetadataFile]:
-        copied = {name: self._released.read(name) for name in self._copied_names()}
+        copied = {name: self._released.read(name) for name in self._sorted_files.copied}
         return tuple(
             MetadataFile(name, len(raw), hashlib.sha256(raw).hexdigest(), "memopt")
             for name, raw in (self._made_files | copied).items()
         )
 
-    def _copied_names(self) -> list[str]:
-        """The small files of the release; LayoutError for a file that nothing of memopt put there."""
-        weights = {unit.file_name for unit in self.units}
-        copied, skipped = sort_small_files(list_folder(self.folder), weights=weights, allow_code=True)
-        code = self._released.table.get("code_files")
-        names = [file.name for file in copied]
-        odd = [name for name in names if name.endswith(CODE_SUFFIX) and name not in (code or [])]
-        odd += [
-            file.name
-            for file in skipped
-            if parse_layout(file.name.removesuffix(FOLDER_MARK)) is None
-            and file.name != MOUNT_ROOT_FOLDER + FOLDER_MARK
-        ]
-        if odd:
-            raise LayoutError(
-                "lies in the release, but nothing of memopt made it",
-                file=odd[0],
-                remedy=f"move it out of {self.folder}",
-            )
-        return names
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        return self._sorted_files.left_behind
+
+    @cached_property
+    def _sorted_files(self) -> ReleaseFiles:
+        return sort_release_files(
+            self.folder,
+            weights={unit.file_name for unit in self.units},
+            code_files=self._released.table.get("code_files"),
+            signed_names=self._released.signed_names,
+        )
 
     def small_file(self, name: str) -> bytes:
         made = self._made_files.get(name)

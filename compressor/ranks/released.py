@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,14 @@ from memopt.compressor.families.text_config import parse_text_config
 from memopt.compressor.ledger import ledger_line, placed_output
 from memopt.compressor.ranks.cut import cut_of
 from memopt.compressor.ranks.layout import HUB, TENSOR_PARALLEL, Layouts
+from memopt.compressor.ranks.ledger_file import LEDGER_REMEDY, LedgerFile, LineSpan, ScannedLine, span_of
 from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.release_file import parse_table
 from memopt.compressor.tensor_plan import Fate, OutputTensor, TensorPlan
 from memopt.compressor.units import Unit, hub_layout
 from memopt.errors import ContentError, IndexFileError, LedgerError, MissingFileError, UsageError
-from memopt.manifests.dtypes import ITEM_SIZE_BYTES, tensor_size_bytes
 from memopt.manifests.file_roles import LEDGER_NAME
-from memopt.manifests.open_file import open_regular, read_exactly
-from memopt.manifests.rank_folders import RankFolder, RankLayout, parse_layout
+from memopt.manifests.rank_folders import MAX_RANKS, RankFolder, RankLayout, parse_layout
 from memopt.manifests.release_description import RELEASE_NAME
 from memopt.manifests.safetensors_header import TensorHeader
 from memopt.manifests.safetensors_index import INDEX_NAME, WEIGHT_SUFFIX, is_plain_file_name, parse_index
@@ -32,22 +29,6 @@ from memopt.manifests.strict_json import parse_json_object
 
 # Gives the bytes of a small file of the release, by name; those that were signed, where the release was verified.
 ReadFile = Callable[[str], bytes]
-_REMEDY = "fetch the release again, or compress anew"
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Lines of the ledger: their place in the file, in bytes."""
-
-    start: int
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class _Line:
-    tensor: str
-    outputs: tuple[StoredTensor, ...]
-    span: _Span
 
 
 class ReleasedPlan:
@@ -55,12 +36,14 @@ class ReleasedPlan:
 
     `table`: release.json's (see parse_table). `units`: in the release's own layouts, in the ledger's order. Everything
     is read from ledger and config alone; `rows` compares the ledger's lines with what follows from them.
+    `signed_names`: the files of a release that was verified, None for another; there are more if the policy allows.
     """
 
-    def __init__(self, folder: Path, read: ReadFile) -> None:
+    def __init__(self, folder: Path, read: ReadFile, signed_names: frozenset[str] | None = None) -> None:
         """Raises UsageError if `folder` holds no release, ContentError, LedgerError, ConfigError, IndexFileError."""
         self.folder = folder
         self.read = read
+        self.signed_names = signed_names
         if not (folder / RELEASE_NAME).exists():
             raise UsageError(
                 f"{folder} is no release of memopt: it has no {RELEASE_NAME}",
@@ -70,51 +53,44 @@ class ReleasedPlan:
         self.table = parse_table(self.release_bytes)
         self.layouts = _layouts_of(self.table)
         self.config_bytes = read(CONFIG_NAME)
-        lines = list(self._scan_ledger())
+        self._ledger = LedgerFile(folder)
+        lines = list(self._ledger.scan())
+        if self._ledger.sha256 != _table_entry(self.table, "ledger", "sha256"):
+            raise ContentError(f"is not the ledger that {RELEASE_NAME} names", file=LEDGER_NAME, remedy=LEDGER_REMEDY)
         stored = [line for line in lines if line.outputs]
         tail = lines[len(stored) :]
-        if any(line.outputs for line in tail):
-            raise self._refuse(tail[0].tensor, "a tensor without outputs stands before one with some")
-        self._tail = _joined(tail)
+        for line in tail:
+            if line.outputs:
+                raise self._refuse(line.outputs[0].name, "a tensor without outputs stands before one with some")
+        self._tail = span_of(tail)
         plans = self._plans(stored)
         files = self._files_of(stored)
-        self._spans: dict[int, _Span] = {}
+        self._spans: dict[int, LineSpan] = {}
         self.units = tuple(self._units(stored, plans, files))
 
     def _refuse(self, tensor: str, fault: str) -> LedgerError:
-        return LedgerError(fault, tensor=tensor, file=LEDGER_NAME, remedy=_REMEDY)
+        return LedgerError(fault, tensor=tensor, file=LEDGER_NAME, remedy=LEDGER_REMEDY)
 
-    def _scan_ledger(self) -> Iterator[_Line]:
-        state = hashlib.sha256()
-        start = 0
-        with open_regular(self.folder / LEDGER_NAME) as (descriptor, _), open(descriptor, "rb", closefd=False) as file:
-            for number, raw in enumerate(file, start=1):
-                state.update(raw)
-                yield _parse_line(raw, number, start)
-                start += len(raw)
-        if state.hexdigest() != _table_entry(self.table, "ledger", "sha256"):
-            raise ContentError(f"is not the ledger that {RELEASE_NAME} names", file=LEDGER_NAME, remedy=_REMEDY)
-
-    def _plans(self, lines: list[_Line]) -> list[TensorPlan]:
+    def _plans(self, lines: list[ScannedLine]) -> list[TensorPlan]:
         """Every stored tensor as one that is copied: where it is cut is its family's rule, as when it was made."""
         config = parse_config(self.config_bytes)
         tensors = {output.name: output for line in lines for output in line.outputs}
         if len(tensors) != sum(len(line.outputs) for line in lines):
-            raise LedgerError("names a tensor twice", file=LEDGER_NAME, remedy=_REMEDY)
+            raise LedgerError("names a tensor twice", file=LEDGER_NAME, remedy=LEDGER_REMEDY)
         checkpoint = Checkpoint(self.folder, config, {}, tensors)
         scan = scan_source(checkpoint, family_of(config), parse_text_config(config))
         raise_first(scan.problems)
         sources: dict[str, SourceTensor] = {source.spec.name: source for source in scan.tensors}
         plans: list[TensorPlan] = []
         for line in lines:
-            source = sources.pop(line.tensor, None)
+            source = sources.pop(line.tensor, None) if isinstance(line.tensor, str) else None
             if source is None or source.parts != line.outputs:
-                raise self._refuse(line.tensor, "its outputs are not the parts of one tensor of the family")
+                raise self._refuse(line.outputs[0].name, "its outputs are not the parts of one tensor of the family")
             outputs = tuple(OutputTensor(part.name, part.dtype, part.shape) for part in line.outputs)
             plans.append(TensorPlan(source, Fate.COPIED, outputs))
         return plans
 
-    def _files_of(self, lines: list[_Line]) -> list[str]:
+    def _files_of(self, lines: list[ScannedLine]) -> list[str]:
         """The file name, in whichever folder, of each line's tensor."""
         if self.layouts.writes_hub:
             return [line.outputs[0].file for line in lines]
@@ -129,10 +105,10 @@ class ReleasedPlan:
         names = [places.get(line.outputs[0].name, "") for line in lines]
         if "" in names:
             tensor = lines[names.index("")].outputs[0].name
-            raise IndexFileError("no rank's index names it", tensor=tensor, remedy=_REMEDY)
+            raise IndexFileError("no rank's index names it", tensor=tensor, remedy=LEDGER_REMEDY)
         return names
 
-    def _units(self, lines: list[_Line], plans: list[TensorPlan], files: list[str]) -> Iterator[Unit]:
+    def _units(self, lines: list[ScannedLine], plans: list[TensorPlan], files: list[str]) -> Iterator[Unit]:
         seen: set[str] = set()
         first = 0
         for last in range(1, len(lines) + 1):
@@ -140,25 +116,22 @@ class ReleasedPlan:
                 continue
             name = files[first]
             if name in seen or not (is_plain_file_name(name) and name.endswith(WEIGHT_SUFFIX)):
-                raise self._refuse(lines[first].tensor, f"{name[:200]!a} is no weight file, or its tensors are apart")
+                fault = f"{name[:200]!a} is no weight file, or its tensors are apart"
+                raise self._refuse(lines[first].outputs[0].name, fault)
             seen.add(name)
             number = len(seen)
-            self._spans[number] = _joined(lines[first:last])
+            self._spans[number] = span_of(lines[first:last])
             tensors = tuple(plans[first:last])
             yield Unit(number, name, tensors, hub_layout(tensors), self.layouts.ranks, self.layouts.writes_hub)
             first = last
 
     def lines(self, unit: Unit) -> list[bytes]:
-        """The ledger's lines of `unit`, read anew."""
-        return self._read_span(self._spans[unit.number]).splitlines(keepends=True)
+        """The ledger's lines of `unit`, read anew; SourceChangedError if they are not those that were read first."""
+        return self._ledger.read(self._spans[unit.number])
 
     def tail_lines(self) -> list[bytes]:
-        """The ledger's lines of tensors that are not stored."""
-        return self._read_span(self._tail).splitlines(keepends=True)
-
-    def _read_span(self, span: _Span) -> bytes:
-        with open_regular(self.folder / LEDGER_NAME) as (descriptor, _):
-            return read_exactly(descriptor, span.size_bytes, span.start)
+        """The ledger's lines of tensors that are not stored; raises as `lines`."""
+        return self._ledger.read(self._tail)
 
     def rows(self, unit: Unit) -> list[dict[str, Any]]:
         """The ledger's rows of `unit`; LedgerError unless they say what memopt would write for its tensors."""
@@ -207,45 +180,21 @@ def _are_complete(row: dict[str, Any], plan: TensorPlan, unit: Unit) -> bool:
 
 def _layouts_of(table: dict[str, Any]) -> Layouts:
     names = table.get("layouts")
-    found = [parse_layout(name) for name in names if name != HUB] if isinstance(names, list) else []
-    if not isinstance(names, list) or not names or len(found) > 1 or None in found:
-        raise UsageError(
-            f"{RELEASE_NAME} names no layouts that this memopt knows",
-            remedy="use the memopt that made the release, or compress anew",
-        )
-    return Layouts(found[0] if found else None, writes_hub=HUB in names)
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        ranks = [parse_layout(name) for name in names if name != HUB]
+        layouts = Layouts(ranks[0] if ranks else None, writes_hub=HUB in names)
+        has_too_many = layouts.ranks is not None and layouts.ranks.num_ranks > MAX_RANKS
+        if names and list(layouts.names) == names and not has_too_many:
+            return layouts
+    raise UsageError(
+        f"{RELEASE_NAME} names no layouts that this memopt knows",
+        remedy="use the memopt that made the release, or compress anew",
+    )
 
 
 def _table_entry(table: dict[str, Any], part: str, key: str) -> Any:
     value = table.get(part)
     return value.get(key) if isinstance(value, dict) else None
-
-
-def _joined(lines: list[_Line]) -> _Span:
-    if not lines:
-        return _Span(0, 0)
-    start = lines[0].span.start
-    return _Span(start, lines[-1].span.start + lines[-1].span.size_bytes - start)
-
-
-def _parse_line(raw: bytes, number: int, start: int) -> _Line:
-    where = f"{LEDGER_NAME}:{number}"
-    row = parse_json_object(raw, where, LedgerError)
-    tensor, outputs = row.get("tensor"), row.get("outputs")
-    if not isinstance(tensor, str) or not isinstance(outputs, list):
-        raise LedgerError("has no tensor or no list of outputs", file=where, remedy=_REMEDY)
-    return _Line(tensor, tuple(_parse_output(entry, where) for entry in outputs), _Span(start, len(raw)))
-
-
-def _parse_output(entry: Any, where: str) -> StoredTensor:
-    try:
-        name, file, dtype, shape = entry["name"], entry["file"] or "", entry["dtype"], tuple(entry["shape"])
-        is_sound = isinstance(name, str) and isinstance(file, str) and dtype in ITEM_SIZE_BYTES
-        if not is_sound or any(type(size) is not int or size < 0 for size in shape):
-            raise LedgerError("an output has no sound name, file, type or shape", file=where, remedy=_REMEDY)
-        return StoredTensor(name, file, dtype, shape, 0, tensor_size_bytes(dtype, shape))
-    except (KeyError, TypeError):
-        raise LedgerError("an output lacks a field", file=where, remedy=_REMEDY) from None
 
 
 def stored_in(header: TensorHeader, file: str, data_start: int) -> StoredTensor:

@@ -1,6 +1,8 @@
-"""GQA decode on the CPU: float32 math on dequantized tiles, a request and a KV head at a time."""
+"""GQA decode on the CPU: float32 math on dequantized tiles, a request at a time, its KV heads together."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -28,21 +30,17 @@ def gqa_decode(
 ) -> AttentionOutput:
     """Arguments as for `gqa_decode.gqa_decode`; tiles are fixed, so `num_splits` changes nothing."""
     result = new_output(query, query.shape[2]) if out is None else out
-    num_kv_heads = key_pool.shape[2]
-    group = query.shape[1] // num_kv_heads
+    num_kv_heads, head_dim = key_pool.shape[2:]
+
+    def tiles(slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, slots.shape[0], TILE_TOKENS):
+            tile = slots[first : first + TILE_TOKENS]
+            keys = read_gqa_tokens(key_pool, tile, kv_format, k_scale)
+            values = read_gqa_tokens(value_pool, tile, kv_format, v_scale)
+            yield keys.transpose(0, 1), values.transpose(0, 1)
+
     for request, (pages, count) in enumerate(zip(block_table, num_tokens.tolist(), strict=True)):
-        slots = slots_of_pages(pages, count)
-        # Read once for all heads, and head by head from then on.
-        keys = read_gqa_tokens(key_pool, slots, kv_format, k_scale).transpose(0, 1).contiguous()
-        values = read_gqa_tokens(value_pool, slots, kv_format, v_scale).transpose(0, 1).contiguous()
-        for kv_head in range(num_kv_heads):
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            tiles = [
-                (keys[kv_head, first : first + TILE_TOKENS], values[kv_head, first : first + TILE_TOKENS])
-                for first in range(0, count, TILE_TOKENS)
-            ]
-            output, log_sum_exp = attend_tiles(
-                query[request, heads].to(torch.float32), tiles, query.shape[2], softmax_scale
-            )
-            result.output[request, heads], result.log_sum_exp[request, heads] = output, log_sum_exp
+        groups = query[request].to(torch.float32).view(num_kv_heads, -1, head_dim)
+        output, log_sum_exp = attend_tiles(groups, tiles(slots_of_pages(pages, count)), head_dim, softmax_scale)
+        result.output[request], result.log_sum_exp[request] = output.flatten(0, 1), log_sum_exp.flatten()
     return result

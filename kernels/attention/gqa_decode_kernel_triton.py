@@ -25,8 +25,11 @@ from memopt.kernels.attention.page_tiles_triton import load_rows, long_run_place
 from memopt.kernels.device.triton_math import matmul, to_bf16
 
 
-# Sizes change from step to step: one compiled variant, the one that the gate compiles, serves them all.
-@triton.jit(do_not_specialize=["num_pages", "num_heads", "max_pages", "num_splits"])
+# Sizes change from step to step and single values lie anywhere: one compiled variant, the gate's, serves them all.
+@triton.jit(
+    do_not_specialize=["num_pages", "num_heads", "max_pages", "num_splits"],
+    do_not_specialize_on_alignment=["block_table", "num_tokens", "k_scale", "v_scale"],
+)
 def gqa_decode_kernel(
     query, keys, values, keys_stride, values_stride, num_pages, block_table, num_tokens, k_scale, v_scale,
     softmax_scale, out, lse, num_heads, max_pages, num_splits,

@@ -11,6 +11,7 @@ from memopt.kernels.attention.attention_output import AttentionOutput, new_outpu
 from memopt.kernels.attention.decode_config import NARROW_HEADS, WIDE_HEADS, DecodeConfig, GpuFamily, gpu_family
 from memopt.kernels.attention.gqa_decode_kernel_triton import gqa_decode_kernel
 from memopt.kernels.attention.split_merge_triton import merge_splits
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.kv_formats import FP8_E4M3, KvFormat
 from memopt.kernels.layout import PAGE_TOKENS
 
@@ -26,6 +27,7 @@ def choose_config(kv_format: KvFormat, group_heads: int, family: GpuFamily) -> D
     return DecodeConfig(heads, 2 * PAGE_TOKENS, num_warps=8 if is_wide else 4, num_stages=2)
 
 
+@on_tensors_device
 def gqa_decode(
     query: Tensor,
     key_pool: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memopt.kernels.attention.decode_math_triton import e4m3_to_f16, query_powers
 from memopt.kernels.attention.page_tiles_triton import load_rows, run_places
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.device.triton_math import matmul
 from memopt.kernels.kv_cache.kv_format import indexer_views
 from memopt.kernels.layout import INDEXER_KEY_SIZE, PAGE_TOKENS
@@ -22,8 +23,11 @@ NUM_STAGES = 2
 RUN_PAGES = 8
 
 
-# Sizes change from step to step: one compiled variant, the one that the gate compiles, serves them all.
-@triton.jit(do_not_specialize=["num_pages", "num_heads", "max_pages"])
+# Sizes change from step to step and single values lie anywhere: one compiled variant, the gate's, serves them all.
+@triton.jit(
+    do_not_specialize=["num_pages", "num_heads", "max_pages"],
+    do_not_specialize_on_alignment=["block_table", "num_tokens"],
+)
 def indexer_scores_kernel(
     query, head_weights, keys, key_scales, keys_stride, scales_stride, num_pages, block_table, num_tokens, scores,
     num_heads, max_pages,
@@ -69,6 +73,7 @@ def indexer_scores_kernel(
         k = e4m3_to_f16(bits)
 
 
+@on_tensors_device
 def indexer_scores(
     query: Tensor,
     head_weights: Tensor,

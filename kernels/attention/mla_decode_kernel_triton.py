@@ -125,8 +125,11 @@ def _add(keys, weights, sums, keep):
     return s0, s1, s2, s3
 
 
-# Sizes change from step to step: one compiled variant, the one that the gate compiles, serves them all.
-@triton.jit(do_not_specialize=["num_pages", "num_tokens", "num_heads", "max_pages", "num_splits"])
+# Sizes change from step to step and single values lie anywhere: one compiled variant, the gate's, serves them all.
+@triton.jit(
+    do_not_specialize=["num_pages", "num_tokens", "num_heads", "max_pages", "num_splits"],
+    do_not_specialize_on_alignment=["block_table", "layer_scale"],
+)
 def mla_decode_kernel(
     query_latent, query_rope, latents, ropes, scales, latents_stride, ropes_stride, scales_stride, num_pages,
     block_table, num_tokens, positions, layer_scale, softmax_scale, out, lse, num_heads, max_pages, num_splits,

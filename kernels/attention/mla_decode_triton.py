@@ -11,6 +11,7 @@ from memopt.kernels.attention.attention_output import AttentionOutput, new_outpu
 from memopt.kernels.attention.decode_config import NARROW_HEADS, WIDE_HEADS, DecodeConfig, GpuFamily, gpu_family
 from memopt.kernels.attention.mla_decode_kernel_triton import FORMAT_BF16, FORMAT_DS_MLA, FORMAT_E4M3, mla_decode_kernel
 from memopt.kernels.attention.split_merge_triton import merge_splits
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.kv_cache.kv_format import ds_mla_views
 from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, FP8_E4M3, KvFormat
 from memopt.kernels.layout import DS_MLA_SCALE_GROUP, MLA_LATENT_SIZE, MLA_ROPE_SIZE, PAGE_TOKENS
@@ -78,6 +79,7 @@ def _views(pool: Tensor, kv_format: KvFormat) -> tuple[Tensor, Tensor, Tensor]:
     return latents, pool[..., MLA_LATENT_SIZE:], latents
 
 
+@on_tensors_device
 def _launch(
     query_latent: Tensor,
     query_rope: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memopt.kernels.attention.attention_output import AttentionOutput
 from memopt.kernels.attention.decode_math_triton import LOG2_E, log_sum_exp, reciprocal
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.device.triton_math import to_bf16
 
 NUM_WARPS = 4
@@ -42,6 +43,7 @@ def merge_kernel(partial, log_sum_exps, out, lse, num_heads, num_splits, VALUE: 
     tl.store(lse + request * num_heads + head, log_sum_exp(largest, total))
 
 
+@on_tensors_device
 def merge_splits(partial: Tensor, log_sum_exps: Tensor, out: AttentionOutput) -> AttentionOutput:
     """As `split_merge_reference.merge_splits`."""
     num_requests, num_splits, num_heads, value_size = partial.shape

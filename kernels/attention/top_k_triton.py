@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memopt.kernels.device.current_device import on_tensors_device
 from memopt.kernels.layout import F32_BITS, F32_SIGN_MASK
 
 NUM_WARPS = 8
@@ -73,7 +74,7 @@ def _bounds(num_tokens, request, max_tokens, k):
     return count, tl.minimum(count, k)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["num_tokens"])
 def count_digits_kernel(scores, num_tokens, histograms, max_tokens, k, PASS: tl.constexpr, CHUNK: tl.constexpr):
     """Adds to `histograms` int32 [B, 3, BINS] of pass PASS the digits of a chunk's keys that share the prefix."""
     request, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -96,7 +97,7 @@ def count_digits_kernel(scores, num_tokens, histograms, max_tokens, k, PASS: tl.
     tl.atomic_add(row + PASS * _BINS + bins, found, mask=found > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["num_tokens"])
 def count_chunks_kernel(scores, num_tokens, histograms, chunk_counts, max_tokens, k, CHUNK: tl.constexpr):
     """Writes `chunk_counts` int32 [B, 2, chunks]: keys of a chunk above the k-th key, and equal to it."""
     request, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -109,7 +110,7 @@ def count_chunks_kernel(scores, num_tokens, histograms, chunk_counts, max_tokens
     tl.store(chunk_counts + (request * 2 + 1) * chunks + chunk, equal)
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["num_tokens"])
 def write_positions_kernel(
     scores, num_tokens, histograms, chunk_counts, positions, max_tokens, k, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PADDED_K: tl.constexpr,
@@ -135,6 +136,7 @@ def write_positions_kernel(
         tl.store(row + index, index * 0 - 1, mask=(index >= wanted) & (index < k))
 
 
+@on_tensors_device
 def top_k(scores: Tensor, num_tokens: Tensor, k: int, out: Tensor | None = None) -> Tensor:
     """Arguments as for `top_k.top_k`."""
     num_requests, max_tokens = scores.shape

@@ -23,7 +23,8 @@ def on_tensors_device(launcher: Callable[_Parameters, _Result]) -> Callable[_Par
     @wraps(launcher)
     def launch(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
         first = next(value for value in (*arguments, *options.values()) if isinstance(value, Tensor))
-        with torch.cuda.device_of(first):
+        # A tensor on the CPU has the device -1, which leaves the current one as it is.
+        with torch.cuda.device(first.get_device()):
             return launcher(*arguments, **options)
 
     return launch

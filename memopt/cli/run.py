@@ -161,6 +161,8 @@ def report(command: str, result: RunResult, next_step: str, *, as_json: bool) ->
         click.echo(f"time        {duration_text(result.seconds)}, {rate:.2f} GB/s of source")
         for role, figures in result.errors_by_role.items():
             click.echo(f"rounding    {role}: {error_text(figures)}")
+    if result.left_behind:
+        click.echo(f"not copied  {', '.join(result.left_behind)}: about the release that was read alone")
     if result.root_digest is not None:
         click.echo(f"signed      root digest {result.root_digest}")
     for note in result.sign_notes:

@@ -72,6 +72,18 @@ def test_a_verified_release_has_its_digest_in_the_verdict(folder: Path, tmp_path
     assert (again["command"], again["source_root_digest"], again["layouts"]) == ("merge", None, ["hub"])
 
 
+def test_what_stays_behind_is_said(folder: Path, tmp_path: Path) -> None:
+    (folder / "both" / "README.md").write_text("x")
+    (folder / "both" / "quality.json").write_text("{}")
+    lines = invoke("merge", folder / "both", tmp_path / "out").stdout.splitlines()
+    assert "not copied  README.md, quality.json: about the release that was read alone" in lines
+    verdict = invoke("merge", folder / "both", tmp_path / "out", "--json").verdict
+    assert (verdict["left_behind"], verdict["was_complete"]) == (["README.md", "quality.json"], True)
+    for name in ("README.md", "quality.json"):
+        (folder / "both" / name).unlink()
+    assert "not copied" not in invoke("merge", folder / "both", tmp_path / "out").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from refusals import refusal
 from tiny_checkpoints import CONFIGS
 from tiny_plans import INT4_EXPERTS, checkpoint_of, plan_of, recipe
 
-from memopt.compressor.alignment import divides, require_divisible
+from memopt.compressor.alignment import can_cut, cut_error, divides
 from memopt.compressor.checkpoint.checkpoint import Checkpoint
 from memopt.compressor.families.roles import REPLICATED, Role, TensorSpec, TpAxis, TpRule
 from memopt.compressor.plan import Plan
 from memopt.errors import AlignmentError, UsageError
+from memopt.manifests.rank_folders import RankLayout
 
 DOWN = "model.layers.3.mlp.experts.0.down_proj.weight"
 
@@ -39,9 +41,12 @@ GLM_4_5_AIR = {
 }  # fmt: skip
 
 
+TP8_CHOICES = "(legal: tensor-parallel 1, 2, 4 with group 128; tensor-parallel 8 with group 32 or 64)"
+
+
 def test_glm_4_7_at_tp8_refuses_group_128_and_names_the_choices() -> None:
     checkpoint = small("glm-4.7-fp8")
-    with refusal(AlignmentError, DOWN, "1536 columns / 8 ranks = 192", "groups of 128", "group 32, 64 at 8"):
+    with refusal(AlignmentError, DOWN, "1536 columns / 8 ranks = 192", "groups of 128", TP8_CHOICES):
         plan_experts(checkpoint, 128, 8)
     for group in (32, 64, "channel"):
         assert plan_experts(checkpoint, group, 8).tensor_parallel == 8
@@ -52,10 +57,16 @@ def test_glm_4_5_air_has_no_group_at_tp8_and_32_alone_at_tp4() -> None:
     checkpoint = small("glm-4.7-fp8", **GLM_4_5_AIR)
     name = DOWN.replace("layers.3", "layers.1")
     for group in (32, 64):
-        with refusal(AlignmentError, name, "1408 columns / 8 ranks = 176", f"groups of {group}", "4 with group 32"):
+        with refusal(AlignmentError, name, "1408 columns / 8 ranks = 176", f"groups of {group}", "4 with group 32)"):
             plan_experts(checkpoint, group, 8)
     assert plan_experts(checkpoint, 32, 4).tensor_parallel == 4
-    with refusal(AlignmentError, name, "1408 columns / 4 ranks = 352", "groups of 64", "parallel 1, 2;", "32 at 4"):
+    with refusal(
+        AlignmentError,
+        name,
+        "1408 columns / 4 ranks = 352",
+        "groups of 64",
+        "parallel 1, 2 with group 64; tensor-parallel 4 with group 32)",
+    ):
         plan_experts(checkpoint, 64, 4)
     with refusal(AlignmentError, name, "1408 columns / 8 ranks = 176", "groups of 128"):
         plan_experts(checkpoint, 128, 8)
@@ -65,7 +76,7 @@ def test_glm_4_5_air_at_tp8_is_offered_tp4_with_group_32_or_whole_experts() -> N
     checkpoint = small("glm-4.7-fp8", **GLM_4_5_AIR, n_routed_experts=8)
     name = DOWN.replace("layers.3", "layers.1")
     for group in (32, 64, 128):
-        with refusal(AlignmentError, name, "176", "tensor-parallel 4 with group 32; or expert-parallel 8"):
+        with refusal(AlignmentError, name, "176", "4 with group 32; or expert-parallel 8)"):
             plan_experts(checkpoint, group, 8)
     for group in (32, 64, 128):
         rule = {"roles": ["routed_expert"], "format": {"type": "int4", "group_size": group}}
@@ -120,15 +131,18 @@ def test_fp8_blocks_of_kv_b_need_two_heads_a_rank() -> None:
     spec = TensorSpec("kv_b", (28_672, 512), Role.KV_B, TpRule(TpAxis.ROWS, 448))
     assert [n for n in (8, 16, 32, 64) if divides(spec, n, block=(128, 128))] == [8, 16, 32]
     assert [n for n in (8, 16, 32, 64, 128) if divides(spec, n)] == [8, 16, 32, 64]
-    with refusal(AlignmentError, "kv_b", "28672 rows / 64 ranks = 448", "blocks of 128x128", "1, 2, 4, 8, 16, 32"):
-        require_divisible(spec, 64, block=(128, 128))
+    ranks = RankLayout("tp", 64)
+    assert not can_cut(spec, ranks, block=(128, 128))
+    text = str(cut_error(spec, ranks, [1, 32], block=(128, 128)))
+    assert "kv_b: 28672 rows / 64 ranks = 448: cannot be cut in whole FP8 blocks of 128x128" in text
+    assert "(legal: tensor-parallel 1, 32)" in text
 
 
 def test_fp8_blocks_of_a_down_projection_are_cut_by_columns() -> None:
     spec = TensorSpec("down", (6144, 1536), Role.ROUTED_EXPERT, TpRule(TpAxis.COLUMNS))
     assert [n for n in (1, 2, 4, 8, 16) if divides(spec, n, block=(128, 128))] == [1, 2, 4]
-    with refusal(AlignmentError, "down", "1536 columns / 8 ranks = 192", "blocks of 128x128", "1, 2, 4"):
-        require_divisible(spec, 8, block=(128, 128))
+    text = str(cut_error(spec, RankLayout("tp", 8), [], block=(128, 128)))
+    assert "down: 1536 columns / 8 ranks = 192: cannot be cut in whole FP8 blocks of 128x128" in text
     # One scale a row reaches over all columns, so that it cuts none.
     assert divides(spec, 8, block=(1, 1536))
 
@@ -142,13 +156,32 @@ def test_heads_are_never_cut() -> None:
     with refusal(AlignmentError, "model.layers.0.self_attn.k_proj.weight", "1024 rows / 16 ranks", "heads of 128"):
         plan_of(checkpoint, "dequantize", tensor_parallel=16)
     fewer = small("glm-4.7-fp8", num_key_value_heads=4)
-    with refusal(AlignmentError, "k_proj", "heads of 128 (there are 4", "engines repeat", "tensor-parallel 1, 2, 4)"):
+    with refusal(AlignmentError, "k_proj", "heads of 128 (4 in all", "engines repeat", "tensor-parallel 1, 2, 4)"):
         plan_of(fewer, "glm-4.7-int4")
 
 
-def test_an_odd_degree_is_refused_at_the_first_tensor() -> None:
-    with refusal(AlignmentError, "model.embed_tokens.weight", "151552 rows / 3 ranks", "tensor-parallel 1, 2, 4, 8"):
-        plan_of(small("glm-4.7-fp8"), "dequantize", tensor_parallel=3)
+def test_an_odd_degree_is_refused_at_the_first_tensor_and_offered_what_all_tensors_allow() -> None:
+    """The vocabulary would divide by 64; there are eight key/value heads."""
+    checkpoint = small("glm-4.7-fp8", n_routed_experts=4)
+    name = "model.embed_tokens.weight"
+    with refusal(AlignmentError, name, "151552 rows / 3 ranks", "(legal: tensor-parallel 1, 2, 4, 8)"):
+        plan_of(checkpoint, "dequantize", tensor_parallel=3)
+    with refusal(AlignmentError, name, "151552 rows / 3 ranks", "(legal: expert-parallel 1, 2, 4)"):
+        plan_of(checkpoint, "dequantize", expert_parallel=3)
+
+
+@pytest.mark.parametrize("kind", ["tp", "ep"])
+def test_what_is_offered_is_accepted(kind: str) -> None:
+    option = {"tp": "tensor_parallel", "ep": "expert_parallel"}[kind]
+    checkpoint = small("glm-4.7-fp8", **GLM_4_5_AIR, n_routed_experts=12)
+    with pytest.raises(AlignmentError) as caught:
+        plan_of(checkpoint, recipe(INT4_EXPERTS), **{option: 7})
+    offered = re.search(r"parallel ([0-9, ]+)", str(caught.value.remedy))
+    assert offered is not None
+    degrees = [int(text) for text in offered[1].split(",")]
+    assert degrees == [1, 2, 4]
+    for degree in degrees:
+        assert plan_of(checkpoint, recipe(INT4_EXPERTS), **{option: degree}).units
 
 
 @pytest.mark.parametrize("degree", [0, -8])

@@ -37,6 +37,18 @@ def test_golden_time_of_a_copy() -> None:
     assert guess.host_memory_bytes == 334_610_272
 
 
+def test_rank_files_take_time_of_their_own() -> None:
+    """Every rank's bytes, replicated ones each time, at 900 million a second and core."""
+    hub, both = (
+        plan_of(tiny("glm-5.2-fp8", **BIG), "copy", tensor_parallel=1, layout=layout) for layout in ("hub", "both")
+    )
+    rank_bytes = sum(file.data_size_bytes for unit in both.units for file in unit.rank_files)
+    assert rank_bytes == both.weights_size_bytes
+    for workers in (1, 4):
+        extra = estimate(both, workers).seconds - estimate(hub, workers).seconds
+        assert extra == pytest.approx(rank_bytes / 900e6 / workers)
+
+
 def test_more_workers_take_less_time_and_more_memory() -> None:
     plan = experts("mse-signed")
     one, four = estimate(plan, 1), estimate(plan, 4)

@@ -95,7 +95,7 @@ def test_the_index_names_every_output_and_its_file(name: str) -> None:
     plan = plan_of(checkpoint, DEFAULT_RECIPES[checkpoint.config.model_type], max_file_bytes=10**6)
     index = json.loads(plan.index_bytes)
     assert index["weight_map"] == {header.name: unit.file_name for unit in plan.units for header in unit.layout}
-    assert index["metadata"]["total_size"] == sum(unit.hub_file.size_bytes - len(unit.hub_file.header) for unit in plan.units)
+    assert index["metadata"]["total_size"] == sum(unit.data_size_bytes for unit in plan.units)
     assert sorted(index["weight_map"]) == sorted(o.name for t in plan.tensors for o in t.outputs)
     assert plan.input_size_bytes == checkpoint.size_bytes
 

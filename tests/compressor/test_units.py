@@ -10,9 +10,11 @@ from tiny_plans import plan_of, published_plan, tiny
 from memopt.compressor.checkpoint.checkpoint import StoredTensor
 from memopt.compressor.checkpoint.source_tensor import SourceFormat, SourceTensor
 from memopt.compressor.families.roles import Role, TensorSpec
+from memopt.compressor.ranks.layout import Layouts
 from memopt.compressor.tensor_plan import Fate, OutputTensor, TensorPlan
 from memopt.compressor.units import DEFAULT_MAX_FILE_BYTES, Unit, build_units, output_size_bytes
 from memopt.manifests.dtypes import ITEM_SIZE_BYTES, tensor_size_bytes
+from memopt.manifests.rank_folders import parse_layout
 from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES, parse_header
 
 DTYPES = ["U8", "F8_E4M3", "BF16", "F32", "I64"]
@@ -83,6 +85,16 @@ def test_a_layer_shares_a_file_whole_or_is_cut_alone(plans: tuple[TensorPlan, ..
         largest = max(output_size_bytes(plan) for plan in unit.tensors)
         is_cut = any(sizes[layer] > max_file_bytes for layer in held)
         assert unit.data_size_bytes <= max_file_bytes + (largest if is_cut else 0)
+
+
+@given(plans=plan_lists(), ranks=st.sampled_from(["tp1", "tp2", "ep2", "tp101"]))
+@settings(max_examples=50, deadline=None)
+def test_sizes_are_those_of_the_rendered_files(plans: tuple[TensorPlan, ...], ranks: str) -> None:
+    """Ranks' headers are not rendered for their sizes: rank 9 and rank 10 differ by a digit, and by its padding."""
+    for unit in build_units(plans, 3000, Layouts(parse_layout(ranks))):
+        for file in unit.files:
+            assert file.size_bytes == len(file.header) + file.data_size_bytes
+        assert len({id(file.placed) for file in unit.rank_files}) == 1
 
 
 def test_golden_order_of_odd_tensors() -> None:

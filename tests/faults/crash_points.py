@@ -1,9 +1,9 @@
-"""Dies at each step that changes the disk, in turn, and runs again: `python crash_points.py SOURCE WORK MODE LAYOUT`.
+"""Dies at each step that changes the disk, in turn, and runs again: `python crash_points.py SOURCE WORK MODE JOB`.
 
 A step is a call that creates, renames, flushes or removes something. Before step k the process ends as a power cut
 would end it: files that were not flushed lose the second half of their bytes. Prints one JSON object:
 {"points": how many steps there are, "problems": [...]}. MODE: "once" (every k), "twice" (sampled pairs of k, two
-workers). LAYOUT: "hub", or "ranks" for the files of two ranks too.
+workers). JOB: "hub" or "ranks" (compress, without and with the files of two ranks), "shard", "merge".
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import memopt
 from faults.small_source import OPTIONS, RANK_OPTIONS, compress
 from faults.trees import finished_files, stamps, tree
-from memopt import PlanOptions
 
 DEAD = 9
 SEED = 20260107
 NUM_PAIRS = 25
-LAYOUTS = {"hub": OPTIONS, "ranks": RANK_OPTIONS}
+# Runs a job from a folder into another, with so many workers.
+Run = Callable[[Path, Path, int], Any]
+JOBS: dict[str, Run] = {
+    "hub": lambda source, out, workers: compress(source, out, workers=workers, options=OPTIONS),
+    "ranks": lambda source, out, workers: compress(source, out, workers=workers, options=RANK_OPTIONS),
+    "shard": lambda source, out, workers: memopt.shard(source, out, tensor_parallel=2, workers=workers),
+    "merge": lambda source, out, workers: memopt.merge(source, out, workers=workers),
+}
 
 
 class PowerCut:
@@ -83,14 +90,14 @@ class PowerCut:
         os._exit(DEAD)
 
 
-def run_child(source: Path, out: Path, options: PlanOptions, *, step: int | None, workers: int) -> int:
-    """Compress in a forked process that dies before `step`; its exit code."""
+def run_child(source: Path, out: Path, run: Run, *, step: int | None, workers: int) -> int:
+    """Run the job in a forked process that dies before `step`; its exit code."""
     child = os.fork()
     if child == 0:
         try:
             if step is not None:
                 PowerCut(step).install()
-            compress(source, out, workers=workers, options=options)
+            run(source, out, workers)
             os._exit(0)
         except BaseException:  # noqa: BLE001 (a forked child must end here)
             traceback.print_exc()
@@ -98,7 +105,7 @@ def run_child(source: Path, out: Path, options: PlanOptions, *, step: int | None
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def count_steps(source: Path, out: Path, options: PlanOptions) -> int:
+def count_steps(source: Path, out: Path, run: Run) -> int:
     """How many steps an undisturbed run takes."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -106,7 +113,7 @@ def count_steps(source: Path, out: Path, options: PlanOptions) -> int:
         never = 10**9
         cut = PowerCut(never)
         cut.install()
-        compress(source, out, options=options)
+        run(source, out, 1)
         os.write(writer, str(never - cut.left).encode())
         os._exit(0)
     os.waitpid(child, 0)
@@ -114,17 +121,17 @@ def count_steps(source: Path, out: Path, options: PlanOptions) -> int:
 
 
 def problems_at(
-    source: Path, out: Path, options: PlanOptions, expected: dict[str, str], steps: tuple[int, ...], workers: int
+    source: Path, out: Path, run: Run, expected: dict[str, str], steps: tuple[int, ...], workers: int
 ) -> list[str]:
     """Die before each of `steps`, run to the end, and compare with an uninterrupted run."""
     found: list[str] = []
     for step in steps:
-        code = run_child(source, out, options, step=step, workers=workers)
+        code = run_child(source, out, run, step=step, workers=workers)
         if code not in {0, DEAD}:
             found.append(f"steps {steps}: exit code {code} before step {step}")
     finished = finished_files(out)
     before = stamps(out, finished)
-    if run_child(source, out, options, step=None, workers=workers) != 0:
+    if run_child(source, out, run, step=None, workers=workers) != 0:
         return [*found, f"steps {steps}: cannot be resumed"]
     if stamps(out, finished) != before:
         found.append(f"steps {steps}: finished units were written again")
@@ -137,20 +144,22 @@ def problems_at(
 
 def main() -> None:
     source, work, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    options = LAYOUTS[sys.argv[4]]
+    run = JOBS[sys.argv[4]]
+    if sys.argv[4] in {"shard", "merge"}:
+        source = compress(source, work / "release", options=OPTIONS if sys.argv[4] == "shard" else RANK_OPTIONS).out
     reference = work / "reference"
-    compress(source, reference, options=options)
+    run(source, reference, 1)
     expected = tree(reference)
-    points = count_steps(source, work / "count", options)
+    points = count_steps(source, work / "count", run)
     problems: list[str] = []
     if mode == "once":
         for step in range(1, points + 1):
-            problems += problems_at(source, work / "out", options, expected, (step,), workers=1)
+            problems += problems_at(source, work / "out", run, expected, (step,), workers=1)
     else:
         chosen = random.Random(SEED)
         for _ in range(NUM_PAIRS):
             pair = (chosen.randint(1, points), chosen.randint(1, points))
-            problems += problems_at(source, work / "out", options, expected, pair, workers=2)
+            problems += problems_at(source, work / "out", run, expected, pair, workers=2)
     print(json.dumps({"points": points, "problems": problems}))
 
 

@@ -18,7 +18,7 @@ from cli.invoke import command, run_command
 from tiny_checkpoints import TINY_GLM5
 
 from faults import crash_points
-from faults.trees import finished_units, stamps, tree
+from faults.trees import finished_files, stamps, tree
 from memopt.compressor.workspace import STATE_FOLDER
 
 TESTS = Path(__file__).parents[1]
@@ -53,11 +53,9 @@ def _moments(out: Path, chosen: random.Random) -> Iterator[tuple[str, Callable[[
     yield "state removed", lambda: (out / "release.json").exists() and not (out / STATE_FOLDER / "lock").exists()
 
 
-def _kill_when(condition: Callable[[], bool], out: Path) -> int:
+def _kill_when(condition: Callable[[], bool], arguments: tuple[object, ...]) -> int:
     """Start the command, kill it once `condition` holds; its return code (it may have ended by itself)."""
-    child = subprocess.Popen(
-        command("compress", TINY_GLM5, out, *ARGUMENTS), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    child = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while child.poll() is None and not condition():
             time.sleep(POLL_SECONDS)
@@ -66,29 +64,65 @@ def _kill_when(condition: Callable[[], bool], out: Path) -> int:
     return child.wait(timeout=60)
 
 
-def test_twenty_kills_leave_the_same_tree_and_no_unit_is_redone(tmp_path: Path) -> None:
-    expected = tmp_path / "expected"
-    assert run_command("compress", TINY_GLM5, expected, *ARGUMENTS).code == 0
-    out = tmp_path / "out"
+def _kill_and_go_on(
+    arguments: tuple[object, ...], out: Path, moments: Iterator[tuple[str, Callable[[], bool]]]
+) -> list[tuple[str, int]]:
+    """Kill the command at each moment, then let it end; a finished unit is never written again. The exit codes."""
     finished: dict[str, tuple[int, int]] = {}
     codes: list[tuple[str, int]] = []
-    for moment, condition in _moments(out, random.Random(SEED)):
-        codes.append((moment, _kill_when(condition, out)))
+    for moment, condition in moments:
+        codes.append((moment, _kill_when(condition, arguments)))
         now = stamps(out, set(finished))
         assert now == finished, f"written again after {codes}"
-        finished |= stamps(out, finished_units(out))
-    assert len(codes) == NUM_KILLS
-    # The end takes milliseconds: its kills may come late, the others may not.
-    assert [code for moment, code in codes if moment not in {"ledger", "release", "state removed"}] == [-9] * 17, codes
+        finished |= stamps(out, finished_files(out))
     assert len(finished) >= 11
-    assert run_command("compress", TINY_GLM5, out, *ARGUMENTS).code == 0
+    assert run_command(*arguments).code == 0
     assert stamps(out, set(finished)) == finished
+    return codes
+
+
+def _in_time(codes: list[tuple[str, int]]) -> list[int]:
+    """The codes of all moments but the end: it takes milliseconds, so that its kills may come late."""
+    return [code for moment, code in codes if moment not in {"ledger", "release", "state removed"}]
+
+
+def test_twenty_kills_leave_the_same_tree_and_no_unit_is_redone(tmp_path: Path) -> None:
+    expected, out = tmp_path / "expected", tmp_path / "out"
+    assert run_command("compress", TINY_GLM5, expected, *ARGUMENTS).code == 0
+    codes = _kill_and_go_on(("compress", TINY_GLM5, out, *ARGUMENTS), out, _moments(out, random.Random(SEED)))
+    assert len(codes) == NUM_KILLS
+    assert _in_time(codes) == [-9] * 17, codes
     assert tree(out) == tree(expected)
 
 
-def _crash(source: Path, work: Path, mode: str, layout: str) -> dict[str, object]:
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a release of many units, `both` with files for two ranks, and `hub` without."""
+    folder = tmp_path_factory.mktemp("releases")
+    assert run_command("compress", TINY_GLM5, folder / "both", *ARGUMENTS, "--tp", "2").code == 0
+    assert run_command("compress", TINY_GLM5, folder / "hub", *ARGUMENTS).code == 0
+    return folder
+
+
+@pytest.mark.parametrize(("job", "source", "made"), [("shard", "hub", "both"), ("merge", "both", "hub")])
+def test_kills_of_shard_and_merge_leave_the_same_tree(
+    job: str, source: str, made: str, releases: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    degree = ("--tp", "2") if job == "shard" else ()
+    arguments = (job, releases / source, out, *degree, "--workers", "1")
+    chosen = random.Random(SEED)
+    # Every second one: twenty would take half a minute more, and the code is the same.
+    moments = (moment for number, moment in enumerate(_moments(out, chosen)) if number % 2)
+    codes = _kill_and_go_on(arguments, out, moments)
+    assert len(codes) == NUM_KILLS // 2
+    assert _in_time(codes).count(-9) >= 7, codes
+    assert tree(out) == tree(releases / made)
+
+
+def _crash(source: Path, work: Path, mode: str, job: str) -> dict[str, object]:
     done = subprocess.run(
-        [sys.executable, crash_points.__file__, str(source), str(work), mode, layout],
+        [sys.executable, crash_points.__file__, str(source), str(work), mode, job],
         env=os.environ | {"PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
@@ -113,9 +147,12 @@ def work(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("mode", "layout"), [("once", "hub"), ("twice", "hub"), ("twice", "ranks")])
-def test_a_power_cut_at_every_step_can_be_resumed(mode: str, layout: str, shared_source: Path, work: Path) -> None:
-    result = _crash(shared_source, work, mode, layout)
+@pytest.mark.parametrize(
+    ("mode", "job"),
+    [("once", "hub"), ("twice", "hub"), ("twice", "ranks"), ("twice", "shard"), ("twice", "merge")],
+)
+def test_a_power_cut_at_every_step_can_be_resumed(mode: str, job: str, shared_source: Path, work: Path) -> None:
+    result = _crash(shared_source, work, mode, job)
     assert result["problems"] == []
     # Ten units and four small files, each created, flushed, renamed and recorded.
     assert isinstance(result["points"], int)
@@ -123,4 +160,4 @@ def test_a_power_cut_at_every_step_can_be_resumed(mode: str, layout: str, shared
 
 
 def test_kill_is_what_the_test_says(tmp_path: Path) -> None:
-    assert _kill_when(lambda: True, tmp_path / "out") == -signal.SIGKILL
+    assert _kill_when(lambda: True, ("compress", TINY_GLM5, tmp_path / "out", *ARGUMENTS)) == -signal.SIGKILL

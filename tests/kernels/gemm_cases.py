@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from guarded_memory import guarded
 from hypothesis import strategies as st
 from torch import Tensor
 
 from memopt.kernels.gemm.int4_weight import Int4Weight
+from memopt.kernels.gemm.planar import PlanarWeight, planar_weight
 
 # Half a unit in the last place of BF16, relative to the value, and what float32 sums add.
 BF16_TOLERANCE = 2.0**-8 * 1.02
@@ -20,6 +24,12 @@ def random_weight(
     words = torch.randint(-(1 << 31), 1 << 31, (*stack, num_rows, num_columns // 8), dtype=torch.int64)
     scales = torch.randn(*stack, num_rows, num_columns // (group_size or num_columns)) / 32
     return Int4Weight(words.to(torch.int32), scales.to(torch.bfloat16), group_size)
+
+
+def guarded_planar(weight: Int4Weight) -> PlanarWeight:
+    """The planar form, words and scales in memory that ends where they end (guarded_memory.py)."""
+    planar = planar_weight(weight)
+    return replace(planar, words=guarded(planar.words), scales=guarded(planar.scales))
 
 
 def exact_values(weight: Int4Weight) -> Tensor:

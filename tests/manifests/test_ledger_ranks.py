@@ -174,6 +174,25 @@ def test_a_malformed_line_is_the_only_finding(tmp_path: Path) -> None:
     assert "no list of outputs" in str(only_problem(folder))
 
 
+@pytest.mark.parametrize("readable", ["hub", "rank-0", "rank-1"])
+def test_what_is_read_alone_is_still_compared(readable: str, tmp_path: Path) -> None:
+    """The ledger's other tensors are not looked at; those of the files that were read are."""
+
+    def is_readable(name: str) -> bool:
+        return readable in name if readable != "hub" else not name.startswith("ep2/")
+
+    folder = write_rank_release(tmp_path / "release", "ep2")
+    assert problems_of(folder, is_readable) == []
+    bend_ledger(folder, "norm.weight", lambda output: output["ranks"].update(data_offsets=[400, 428]))
+    found = problems_of(folder, is_readable)
+    assert [problem.file for problem in found] == ([] if readable == "hub" else [f"ep2/{readable}/{SHARDS[0]}"])
+    owned = write_rank_release(tmp_path / "owned", "ep2")
+    bend_ledger(owned, "experts.weight_packed", lambda output: output["ranks"].update(data_offsets=[800, 808]))
+    owner = read_rows(owned)[[row["tensor"].endswith("weight_packed") for row in read_rows(owned)].index(True)]
+    place = f"rank-{owner['outputs'][0]['ranks']['owner']}"
+    assert bool(problems_of(owned, is_readable)) == (readable == place)
+
+
 def test_no_headers_of_unreadable_files_are_asked_for(tmp_path: Path) -> None:
     folder = write_rank_release(tmp_path / "release", "tp2", has_hub=False)
     (folder / "tp2" / "rank-1" / SHARDS[0]).write_bytes(b"")

@@ -22,9 +22,11 @@ from memopt.manifests.safetensors_header import (
     FileHeader,
     TensorHeader,
     header_length,
+    header_size_bytes,
     parse_header,
     read_header,
     render_header,
+    tensor_members_size_bytes,
 )
 
 FILE = "model-00001-of-00002.safetensors"
@@ -73,6 +75,7 @@ def test_rendered_headers_parse_and_the_library_reads_them_alike(
     assert header.metadata == metadata
     assert header.data_start % 8 == 0
     assert header.file_size_bytes == len(raw)
+    assert header.data_start == header_size_bytes(tensor_members_size_bytes(layout), metadata)
     assert header.sha256 == hashlib.sha256(raw[: header.data_start]).hexdigest()
     theirs = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in safetensors.deserialize(raw)}
     assert theirs == {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout}

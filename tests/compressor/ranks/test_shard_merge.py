@@ -20,7 +20,7 @@ from tiny_checkpoints import TINY_GLM5, make_checkpoint
 
 import memopt
 from memopt.compressor.compress_job import planned_sizes
-from memopt.compressor.release_file import parse_table
+from memopt.compressor.release_file import parse_table, render_table
 from memopt.errors import AlignmentError, ContentError, LayoutError, LedgerError, MissingFileError, UsageError
 from memopt.manifests.policy import policy_for_key
 from memopt.manifests.signer import KeySigner
@@ -261,7 +261,6 @@ def copied(release: Path, folder: Path) -> Path:
     ("name", "old", "new", "error", "words"),
     [
         ("release.json", b'"layouts": [', b'"layouts":  [', ContentError, ["release.json", "not as memopt writes"]),
-        ("release.json", b'"hub"', b'"tp0"', UsageError, ["release.json", "no layouts that this memopt knows"]),
         ("ledger.jsonl", b'"layer": 1', b'"layer": 2', ContentError, ["ledger.jsonl", "not the ledger"]),
     ],
 )
@@ -277,14 +276,33 @@ def test_descriptions_that_were_changed_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [7, "hub", {}, [], [7], [None], [[]], ["tp0"], ["HUB"], ["hub", "hub"], ["tp2", "hub"], ["tp2", "ep2"], ["tp4097"]],
+)
+def test_layouts_that_no_memopt_writes_are_refused(layouts: Any, release: Path, tmp_path: Path) -> None:
+    spoiled = copied(release, tmp_path / "spoiled")
+    table = parse_table((spoiled / "release.json").read_bytes())
+    (spoiled / "release.json").write_bytes(render_table(table | {"layouts": layouts}))
+    with refusal(UsageError, "release.json", "no layouts that this memopt knows"):
+        memopt.shard(spoiled, tmp_path / "out", tensor_parallel=2)
+
+
 LIES: list[tuple[str, Any, list[str]]] = [
     ("offsets", lambda row: row["outputs"][0].update(data_offsets=[8, 16]), ["not the one that memopt writes"]),
-    ("file", lambda row: row["outputs"][0].update(file="../x.safetensors"), ["is no weight file"]),
-    ("type", lambda row: row["outputs"][0].update(dtype="F99"), ["no sound name"]),
-    ("shape", lambda row: row["outputs"][0].update(shape=[-1]), ["no sound name"]),
+    ("path", lambda row: row["outputs"][0].update(file="../x.safetensors"), ["not at the top"]),
+    ("file", lambda row: row["outputs"][0].update(file="x\n.safetensors"), ["is no weight file"]),
+    ("other layout", lambda row: row["outputs"][0].update(file=None), ["an output must have"]),
+    ("type", lambda row: row["outputs"][0].update(dtype="F99"), ["there is no type 'F99'"]),
+    ("shape", lambda row: row["outputs"][0].update(shape=[-1]), ["an output must have"]),
+    ("size", lambda row: row["outputs"][0].update(shape=[10**300, 1]), ["an output must have"]),
+    ("digest", lambda row: row["outputs"][0].update(sha256=[]), ["an output must have"]),
+    ("no name", lambda row: row.update(tensor=[]), ["not the parts of one tensor"]),
+    ("error", lambda row: row.update(error={"max": "x"}), ["not the one that memopt writes"]),
     ("no outputs", lambda row: row.update(outputs=[]), ["without outputs stands before"]),
     ("another tensor", lambda row: row.update(tensor="model.norm.weight"), ["not the parts of one tensor"]),
-    ("no field", lambda row: row["outputs"][0].pop("sha256"), ["not the one that memopt writes"]),
+    ("no field", lambda row: row["outputs"][0].pop("sha256"), ["an output must have"]),
+    ("carriage return", lambda row: b"\r" + json.dumps(row, ensure_ascii=False).encode(), ["not the one that memopt"]),
     ("spaces", lambda row: row.update(tensor=row["tensor"] + " "), ["not the parts of one tensor"]),
 ]
 
@@ -297,8 +315,9 @@ def test_a_ledger_that_lies_and_is_named_by_its_release_is_refused(
     before = (spoiled / "ledger.jsonl").read_bytes()
     first, rest = before.split(b"\n", 1)
     row = json.loads(first)
-    change(row)
-    after = json.dumps(row, ensure_ascii=False).encode() + b"\n" + rest
+    changed = change(row)
+    line = changed if isinstance(changed, bytes) else json.dumps(row, ensure_ascii=False).encode()
+    after = line + b"\n" + rest
     (spoiled / "ledger.jsonl").write_bytes(after)
     table = (spoiled / "release.json").read_bytes()
     digests = [hashlib.sha256(raw).hexdigest().encode() for raw in (before, after)]
@@ -310,7 +329,7 @@ def test_a_ledger_that_lies_and_is_named_by_its_release_is_refused(
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["other.py", "stray.safetensors", "notes/x.txt", "README.md"])
+@pytest.mark.parametrize("name", ["other.py", "stray.safetensors", "notes/x.txt", "figure.png"])
 def test_a_file_that_memopt_did_not_make_is_refused(name: str, release: Path, tmp_path: Path) -> None:
     spoiled = copied(release, tmp_path / "spoiled")
     (spoiled / name).parent.mkdir(exist_ok=True)

@@ -237,6 +237,7 @@ def test_refusals_name_what_does_not_fit() -> None:
     assert "num_tokens [2] is int64, but int32" in _fails(case, num_tokens=case.paging.num_tokens.long())
     assert "scale" in _fails(case, scale=None)
     assert "num_splits is 0" in _fails(case, num_splits=0)
+    assert "request 1 has -1 tokens" in _fails(case, num_tokens=torch.tensor([3, -1], dtype=torch.int32))
     assert "request 0 has 1000 tokens" in _fails(case, num_tokens=torch.tensor([1000, 3], dtype=torch.int32))
     short = AttentionOutput(torch.empty((2, 8, 64), dtype=torch.bfloat16), torch.empty((2, 8)))
     assert "out.output is [2, 8, 64], but [2, 8, 512]" in _fails(case, out=short)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.errors import ShapeError, UsageError
+from memopt.errors import ShapeError, UnsupportedError, UsageError
 from memopt.kernels.attention import top_k, top_k_reference
 
 # Few values, so that ties are the rule.
@@ -80,6 +80,8 @@ def test_refusals() -> None:
     scores, count = torch.zeros((1, 3)), torch.tensor([3], dtype=torch.int32)
     with pytest.raises(UsageError, match="k is 0"):
         top_k.top_k(scores, count, 0)
+    with pytest.raises(UnsupportedError, match="k is 1048577, but at most 1048576"):
+        top_k.top_k(scores, count, (1 << 20) + 1)
     with pytest.raises(UsageError, match=r"num_tokens is \[4\]"):
         top_k.top_k(scores, count + 1, 1)
     with pytest.raises(ShapeError, match=r"num_tokens is \[2\], but \[1\]"):

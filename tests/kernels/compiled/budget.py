@@ -62,7 +62,13 @@ def findings(figures: Sequence[Figures], budget: Budget) -> list[str]:
         allowed = budget.get(one.case, {}).get(one.target)
         lines = _limits(one) + (["there is no budget"] if allowed is None else _against(one, allowed))
         found += [f"{one.case} {one.target}: {line}" for line in lines]
-    measured = {(one.case, one.target) for one in figures}
+    pairs = [(one.case, one.target) for one in figures]
+    measured = set(pairs)
+    found += [
+        f"{case} {target}: two cases of this name"
+        for case, target in sorted(measured)
+        if pairs.count((case, target)) > 1
+    ]
     stale = [(case, target) for case, targets in budget.items() for target in targets if (case, target) not in measured]
     return found + [f"{case} {target}: a budget without a case" for case, target in stale]
 

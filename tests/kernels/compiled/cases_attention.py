@@ -1,7 +1,7 @@
-"""Decode attention at the shapes of GLM-5.2 and Kimi K2.6 (MLA, 64 heads: 8 a rank at TP8) and GLM-4.7 (GQA, 96 / 8).
+"""GQA decode at GLM-4.7's shapes (96 heads over 8 KV heads), GLM-5.2's indexer and top-k, and the merge of splits.
 
-A rank with all 64 heads (data-parallel attention) takes them in tiles of 16. The configurations are the launchers' own.
-Issue budget: MLA <= 150 warp-instructions a token at 8 heads. `work_items` is the tokens of one turn of the loop.
+The configurations are the launchers' own. `work_items` is the tokens of one turn of the loop. MLA: cases_attention_mla,
+a topic of its own so that the two build side by side.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compiled.case import CompileCase
-from memopt.kernels.attention import gqa_decode_triton, mla_decode_triton
+from memopt.kernels.attention import gqa_decode_triton
 from memopt.kernels.attention.decode_config import GpuFamily
 from memopt.kernels.attention.gqa_decode_kernel_triton import gqa_decode_kernel
 from memopt.kernels.attention.indexer_scores_triton import NUM_STAGES, NUM_WARPS, RUN_PAGES, indexer_scores_kernel
-from memopt.kernels.attention.mla_decode_kernel_triton import mla_decode_kernel
 from memopt.kernels.attention.split_merge_triton import NUM_WARPS as MERGE_WARPS
 from memopt.kernels.attention.split_merge_triton import merge_kernel
 from memopt.kernels.attention.top_k_triton import (
@@ -25,44 +24,23 @@ from memopt.kernels.attention.top_k_triton import (
     write_positions_kernel,
 )
 from memopt.kernels.attention.top_k_triton import NUM_WARPS as TOP_K_WARPS
-from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, FP8_E4M3, KvFormat
+from memopt.kernels.kv_formats import BF16, FP8_E4M3, KvFormat
 from memopt.kernels.layout import (
-    DS_MLA_SCALE_GROUP,
-    DS_MLA_TOKEN_BYTES,
     INDEXER_KEY_SIZE,
-    MLA_KEY_SIZE,
     MLA_LATENT_SIZE,
-    MLA_ROPE_SIZE,
     PAGE_TOKENS,
 )
 
 TARGETS: dict[GpuFamily, str] = {"hopper": "sm_90", "blackwell": "sm_100", "amd": "gfx942"}
-HEADS_TP8, HEADS_TP1 = 8, 64
 GLM_4_7_GROUP_HEADS, GLM_4_7_HEAD_DIM, GLM_4_7_KV_HEADS_TP8 = 12, 128, 1
 INDEXER_HEADS, INDEXER_TOP_K, GLM_5_2_CONTEXT_TOKENS = 32, 2048, 1048576
 MAX_SPLITS = 16
 PER_TOKEN = "warp-instructions per token"
 
-# Elements from token to token in the views of latents, ropes and scales.
-TOKEN_STRIDES = {
-    BF16.name: (MLA_KEY_SIZE, MLA_KEY_SIZE, MLA_KEY_SIZE),
-    FP8_E4M3.name: (MLA_KEY_SIZE, MLA_KEY_SIZE, MLA_KEY_SIZE),
-    FP8_DS_MLA.name: (DS_MLA_TOKEN_BYTES, DS_MLA_TOKEN_BYTES // 2, DS_MLA_TOKEN_BYTES // 4),
-}
-POINTERS = {
-    BF16.name: ("*bf16", "*bf16", "*bf16"), FP8_E4M3.name: ("*u8", "*u8", "*u8"),
-    FP8_DS_MLA.name: ("*u8", "*bf16", "*fp32"),
-}  # fmt: skip
-SHAPE = {
-    "num_pages": "i32", "block_table": "*i32", "num_tokens": "*i32", "softmax_scale": "fp32", "lse": "*fp32",
-    "num_heads": "i32", "max_pages": "i32", "num_splits": "i32",
-}  # fmt: skip
-MLA_SIGNATURE = {
-    **SHAPE, "query_latent": "*bf16", "query_rope": "*bf16", "latents_stride": "i32", "ropes_stride": "i32",
-    "scales_stride": "i32", "positions": "*i32", "layer_scale": "*fp32",
-}  # fmt: skip
 GQA_SIGNATURE = {
-    **SHAPE, "query": "*bf16", "keys_stride": "i32", "values_stride": "i32", "k_scale": "*fp32", "v_scale": "*fp32",
+    "query": "*bf16", "keys_stride": "i32", "values_stride": "i32", "num_pages": "i32", "block_table": "*i32",
+    "num_tokens": "*i32", "k_scale": "*fp32", "v_scale": "*fp32", "softmax_scale": "fp32", "lse": "*fp32",
+    "num_heads": "i32", "max_pages": "i32", "num_splits": "i32",
 }  # fmt: skip
 INDEXER_SIGNATURE = {
     "head_weights": "*fp32", "keys": "*u8", "key_scales": "*fp32", "keys_stride": "i32", "scales_stride": "i32",
@@ -75,37 +53,10 @@ TOP_K_SIGNATURE = {
 }  # fmt: skip
 
 
-def _mla(model: str, kv_format: KvFormat, heads: int, *, selected: bool) -> Iterator[CompileCase]:
-    for family, target in TARGETS.items():
-        if family == "amd" and heads != HEADS_TP8:
-            continue  # the same kernel as for 8 heads: its tiles are 16 heads in any case
-        config = mla_decode_triton.choose_config(kv_format, heads, family, is_selected=selected)
-        latents, ropes, scales = POINTERS[kv_format.name]
-        latents_token, ropes_token, scales_token = TOKEN_STRIDES[kv_format.name]
-        name = f"{'sparse_' if selected else ''}mla_decode/{model}-{kv_format.name}"
-        yield CompileCase(
-            name=f"{name}-{family}",
-            kernel=mla_decode_kernel,
-            signature={
-                **MLA_SIGNATURE, "latents": latents, "ropes": ropes, "scales": scales, "out": "*fp32",
-                "num_tokens": "i32" if selected else "*i32",
-            },
-            constants={
-                "FORMAT": mla_decode_triton.FORMATS[kv_format.name], "SELECTED": selected, "HEADS": config.heads,
-                "TILE": config.tile, "PAGE": PAGE_TOKENS, "GROUP": DS_MLA_SCALE_GROUP, "ROPE": MLA_ROPE_SIZE,
-                "LATENTS_TOKEN": latents_token, "ROPES_TOKEN": ropes_token, "SCALES_TOKEN": scales_token,
-            },
-            aligned=frozenset({"latents_stride", "ropes_stride", "scales_stride"}),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            targets=(target,),
-            work_items=config.tile,
-            unit=PER_TOKEN,
-        )  # fmt: skip
-
-
 def _gqa(name: str, kv_format: KvFormat, group_heads: int) -> Iterator[CompileCase]:
     for family, target in TARGETS.items():
+        if family == "amd" and group_heads != GLM_4_7_GROUP_HEADS:
+            continue  # the same kernel as for 12 heads: its tiles are 16 heads in any case
         config = gqa_decode_triton.choose_config(kv_format, group_heads, family)
         pool = "*u8" if kv_format is FP8_E4M3 else "*bf16"
         yield CompileCase(
@@ -157,35 +108,22 @@ def _top_k(name: str, kernel: Any, constants: Mapping[str, Any], min_load_bits: 
     )
 
 
-def _merge(value_size: int) -> CompileCase:
+def _merge() -> CompileCase:
     return CompileCase(
-        name=f"split_merge/value-{value_size}",
+        name=f"split_merge/value-{MLA_LATENT_SIZE}",
         kernel=merge_kernel,
         signature={
             "partial": "*fp32", "log_sum_exps": "*fp32", "out": "*bf16", "lse": "*fp32", "num_heads": "i32",
             "num_splits": "i32",
         },
-        constants={"VALUE": value_size, "SPLITS": MAX_SPLITS},
+        constants={"VALUE": MLA_LATENT_SIZE, "SPLITS": MAX_SPLITS},
         aligned=frozenset(),
         num_warps=MERGE_WARPS,
         num_stages=1,
-        min_load_bits=min(128, 32 * value_size // (MERGE_WARPS * 32)),
     )  # fmt: skip
 
 
 CASES: tuple[CompileCase, ...] = (
-    *_mla("kimi-k2.6-tp8", FP8_E4M3, HEADS_TP8, selected=False),
-    *_mla("kimi-k2.6-tp8", BF16, HEADS_TP8, selected=False),
-    *_mla("glm-5.2-tp8", FP8_DS_MLA, HEADS_TP8, selected=False),
-    *_mla("64-heads", FP8_E4M3, HEADS_TP1, selected=False),
-    *_mla("64-heads", BF16, HEADS_TP1, selected=False),
-    *_mla("64-heads", FP8_DS_MLA, HEADS_TP1, selected=False),
-    *_mla("glm-5.2-tp8", FP8_DS_MLA, HEADS_TP8, selected=True),
-    *_mla("glm-5.2-tp8", FP8_E4M3, HEADS_TP8, selected=True),
-    *_mla("glm-5.2-tp8", BF16, HEADS_TP8, selected=True),
-    *_mla("64-heads", FP8_DS_MLA, HEADS_TP1, selected=True),
-    *_mla("64-heads", FP8_E4M3, HEADS_TP1, selected=True),
-    *_mla("64-heads", BF16, HEADS_TP1, selected=True),
     *_gqa("glm-4.7-tp8", FP8_E4M3, GLM_4_7_GROUP_HEADS),
     *_gqa("glm-4.7-tp8", BF16, GLM_4_7_GROUP_HEADS),
     *_gqa("8-heads-a-group", FP8_E4M3, 8),
@@ -193,13 +131,13 @@ CASES: tuple[CompileCase, ...] = (
     _indexer("bf16", "*bf16"),
     # The bins of the first pass need one score a thread and step: 4 bytes a load, 128 a warp.
     _top_k("digit-0", count_digits_kernel, {"PASS": 0}, min_load_bits=32),
-    *(_top_k(f"digit-{digit}", count_digits_kernel, {"PASS": digit}) for digit in range(1, PASSES)),
+    # The last pass has the code of the second, and a digit more to find before.
+    _top_k(f"digit-{PASSES - 1}", count_digits_kernel, {"PASS": PASSES - 1}),
     _top_k("chunks", count_chunks_kernel, {}),
     _top_k(
         "positions",
         write_positions_kernel,
         {"CHUNKS": GLM_5_2_CONTEXT_TOKENS // CHUNK, "PADDED_K": INDEXER_TOP_K},
     ),
-    _merge(MLA_LATENT_SIZE),
-    _merge(GLM_4_7_HEAD_DIM),
+    _merge(),
 )

@@ -14,7 +14,7 @@ _OUTPUTS = {
     "packed": "*i32",
     "scale_bits": "*i16",
     "group_sums": "*fp32",
-    "max_error": "*i32",
+    "max_square": "*i32",
     "num_clipped": "*i32",
     "flag": "*i32",
     "num_rows": "i32",
@@ -23,9 +23,20 @@ _OUTPUTS = {
 }
 
 
-def _case(name: str, group: int | None, search: str, *, is_fp8: bool) -> CompileCase:
+NVIDIA, AMD = ("sm_90", "sm_100"), ("gfx942",)
+
+
+def _cases(name: str, group: int | None, search: str, *, is_fp8: bool) -> tuple[CompileCase, CompileCase]:
+    """For NVIDIA, where pairs of numbers go through PTX, and for AMD, where they do not."""
+    return (
+        _case(name, group, search, is_fp8=is_fp8, uses_assembly=True),
+        _case(f"{name}-plain", group, search, is_fp8=is_fp8, uses_assembly=False),
+    )
+
+
+def _case(name: str, group: int | None, search: str, *, is_fp8: bool, uses_assembly: bool) -> CompileCase:
     tile = tile_of(group)
-    signature = {"weight": "*u8" if is_fp8 else "*i16", **_OUTPUTS}
+    signature = {"weight": "*i32", **_OUTPUTS}
     constants: dict[str, Any] = {
         "IS_FP8": is_fp8,
         "SCALE_ROWS": FP8_BLOCK_ROWS,
@@ -36,6 +47,7 @@ def _case(name: str, group: int | None, search: str, *, is_fp8: bool) -> Compile
         "GRID": len(SEARCH_FACTORS),
         "ROWS": tile.rows,
         "ROW_GROUPS": tile.row_groups,
+        "USE_ASSEMBLY": uses_assembly,
     }
     for pointer, is_used in (("scales", is_fp8), ("grid", search != "absmax")):
         if is_used:
@@ -57,6 +69,7 @@ def _case(name: str, group: int | None, search: str, *, is_fp8: bool) -> Compile
         aligned=frozenset() if is_short else frozenset({"group_size"}),
         num_warps=tile.num_warps,
         num_stages=3,
+        targets=NVIDIA if uses_assembly else AMD,
         # A short group's search loops over candidates, with all its weights; a long one's loops take a chunk a turn.
         work_items=groups_a_program * (group if is_short and group else CHUNK_WEIGHTS),
         unit="thread-instructions per weight",
@@ -78,14 +91,14 @@ _SUM_ROWS = CompileCase(
 )
 
 CASES = (
-    _case("fp8-g32-absmax", 32, "absmax", is_fp8=True),
-    _case("fp8-g32-mse-signed", 32, "mse-signed", is_fp8=True),
-    _case("fp8-g64-absmax", 64, "absmax", is_fp8=True),
-    _case("fp8-g64-mse-signed", 64, "mse-signed", is_fp8=True),
-    _case("fp8-g128-absmax", 128, "absmax", is_fp8=True),
-    _case("fp8-g128-mse-signed", 128, "mse-signed", is_fp8=True),
-    _case("fp8-channel-mse-signed", None, "mse-signed", is_fp8=True),
-    _case("bf16-g32-absmax", 32, "absmax", is_fp8=False),
-    _case("bf16-g32-mse-signed", 32, "mse-signed", is_fp8=False),
+    *_cases("fp8-g32-absmax", 32, "absmax", is_fp8=True),
+    *_cases("fp8-g32-mse-signed", 32, "mse-signed", is_fp8=True),
+    *_cases("fp8-g64-absmax", 64, "absmax", is_fp8=True),
+    *_cases("fp8-g64-mse-signed", 64, "mse-signed", is_fp8=True),
+    *_cases("fp8-g128-absmax", 128, "absmax", is_fp8=True),
+    *_cases("fp8-g128-mse-signed", 128, "mse-signed", is_fp8=True),
+    *_cases("fp8-channel-mse-signed", None, "mse-signed", is_fp8=True),
+    *_cases("bf16-g32-absmax", 32, "absmax", is_fp8=False),
+    *_cases("bf16-g32-mse-signed", 32, "mse-signed", is_fp8=False),
     _SUM_ROWS,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_the_budget_is_kept(topic: str, children: Children, request: pytest.Fixt
     if request.config.getoption("--write-budgets", default=False):
         print(f"\nbudgets/{topic}.json", *rewrite(topic, figures), sep="\n  ")
     found = findings(figures, read_budget(topic))
-    assert not found, "\n".join(["", *found])
+    assert not found, "\n".join([f"compiled by Triton {version('triton')}", *found])
 
 
 def test_every_budget_has_its_cases() -> None:

@@ -153,6 +153,11 @@ def test_budgets_and_cases_belong_together() -> None:
     assert budget.findings([GOOD], both) == ["gemm/case sm_100: a budget without a case"]
 
 
+def test_two_cases_of_one_name_are_refused() -> None:
+    found = budget.findings([GOOD, GOOD], {"gemm/case": {"sm_90": ALLOWED}})
+    assert found == ["gemm/case sm_90: two cases of this name"]
+
+
 def test_a_spill_needs_a_reason() -> None:
     spilled, allowed = dataclasses.replace(GOOD, spill_bytes=8), {**ALLOWED, "spill_bytes": 8}
     assert budget.findings([spilled], {"gemm/case": {"sm_90": allowed}}) == [

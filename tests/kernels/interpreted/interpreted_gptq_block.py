@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from calibration_problems import make_block, make_problem
+from guarded_memory import guarded
 
 from memopt.errors import UsageError
 from memopt.kernels.calibration import gptq
@@ -28,7 +29,11 @@ def test_the_bits_of_the_reference(num_experts: int, num_columns: int, num_rows:
     block = make_block(num_experts, num_columns, num_rows, num_groups=3, seed=num_rows)
     codes, errors = torch.full(block.weights.shape, 99, dtype=torch.int8), torch.full(block.weights.shape, torch.nan)
     expected_codes, expected_errors = codes.clone(), errors.clone()
-    gptq_block_triton(block.weights, block.factor, block.scales, block.groups, codes, errors)
+    tensors = [block.weights, block.factor, block.scales, block.groups, codes, errors]
+    if codes.numel():
+        tensors = [guarded(tensor) for tensor in tensors]
+    gptq_block_triton(*tensors)
+    codes, errors = tensors[-2:]
     gptq_block_reference(block.weights, block.factor, block.scales, block.groups, expected_codes, expected_errors)
     assert torch.equal(codes, expected_codes)
     assert torch.equal(errors, expected_errors)

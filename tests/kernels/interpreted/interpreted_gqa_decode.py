@@ -11,8 +11,8 @@ from decode_cases import GQA_FORMATS, Paging, difference, gqa_case
 from memopt.kernels.attention import gqa_decode_reference, gqa_decode_triton
 from memopt.kernels.kv_formats import FP8_E4M3, KvFormat
 
-# Probabilities are rounded to 11 bits (float16) or 8 (BF16).
-TOLERANCE = {"bf16": 2e-3, "fp8_e4m3": 4e-4}
+# Probabilities are rounded to 11 bits (float16: by 4.9e-4 of each at most) or 8 (BF16: 3.9e-3).
+TOLERANCE = {"bf16": 4e-3, "fp8_e4m3": 5e-4}
 
 each_format = pytest.mark.parametrize("kv_format", GQA_FORMATS, ids=lambda kv_format: kv_format.name)
 

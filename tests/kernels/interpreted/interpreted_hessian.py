@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from calibration_problems import make_offsets, make_symmetric, make_tokens
+from guarded_memory import guarded
 
 from memopt.errors import UsageError
 from memopt.kernels.calibration.hessian_reference import accumulate_hessian_reference
@@ -26,6 +28,8 @@ SMALL = HessianTiles(rows=32, columns=64, tokens=32, num_warps=4, num_stages=2)
 def test_against_the_reference(counts: tuple[int, ...], size: int, chunk: int) -> None:
     tokens, ends = make_tokens(sum(counts), size), make_offsets(*counts)
     found, expected, magnitude = (make_symmetric(len(counts), size) for _ in range(3))
+    if tokens.numel():
+        tokens, ends, found = guarded(tokens), guarded(ends), guarded(found)
     accumulate_hessian_triton(found, tokens, ends, chunk_tokens=chunk, tiles=SMALL)
     accumulate_hessian_reference(expected, tokens, ends, chunk_tokens=chunk)
     magnitude = magnitude.abs()
@@ -67,3 +71,14 @@ def test_chunks_that_blocks_do_not_fill() -> None:
         accumulate_hessian_triton(
             torch.zeros(1, 64, 64), make_tokens(3, 64), make_offsets(3), chunk_tokens=48, tiles=SMALL
         )
+
+
+def test_tokens_past_two_billion_elements() -> None:
+    # 4.3 GB of address space, of which only the rows of the last tokens take memory.
+    size, first = 64, 2**31 // 64 + 5
+    tokens = torch.from_numpy(np.empty((first + 9, size), np.int16)).view(torch.bfloat16)
+    tokens[first:] = make_tokens(9, size)
+    found, expected = torch.zeros(1, size, size), torch.zeros(1, size, size)
+    accumulate_hessian_triton(found, tokens, torch.tensor([first, first + 9]), chunk_tokens=32, tiles=SMALL)
+    accumulate_hessian_reference(expected, tokens[first:], make_offsets(9))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
-from gemm_cases import BF16_TOLERANCE, exact_values, largest_error, random_weight
+from gemm_cases import BF16_TOLERANCE, exact_values, guarded_planar, largest_error, random_weight
+from guarded_memory import guarded
 
 from memopt.kernels.gemm import int4_gemm_triton as launcher
-from memopt.kernels.gemm.int4_gemm_triton import blocks_per_split, int4_gemm_triton
+from memopt.kernels.gemm.int4_gemm_triton import blocks_per_split, int4_gemm_kernel, int4_gemm_triton
 from memopt.kernels.gemm.planar import planar_weight
 
 
@@ -25,12 +27,12 @@ def _poisoned_buffers() -> Iterator[None]:
 def check(num_tokens: int, num_rows: int, num_columns: int, group_size: int | None) -> None:
     weight = random_weight(num_rows, num_columns, group_size)
     x = torch.randn(num_tokens, num_columns).to(torch.bfloat16)
-    # A row before and after, which must stay as they are; x ends where its storage ends.
-    guarded = torch.full((num_tokens + 2, num_rows), torch.nan, dtype=torch.bfloat16)
-    out = guarded[1 : num_tokens + 1]
-    int4_gemm_triton(x, planar_weight(weight), out)
+    # A row before and after, which must stay as they are.
+    rows = torch.full((num_tokens + 2, num_rows), torch.nan, dtype=torch.bfloat16)
+    out = rows[1 : num_tokens + 1]
+    int4_gemm_triton(guarded(x) if num_tokens else x, guarded_planar(weight), out)
     assert largest_error(out, x.double() @ exact_values(weight).T) < BF16_TOLERANCE
-    assert bool(guarded[0].isnan().all() and guarded[-1].isnan().all())
+    assert bool(rows[0].isnan().all() and rows[-1].isnan().all())
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
@@ -57,6 +59,25 @@ def test_more_tokens_than_a_tile() -> None:
 def test_more_tokens_than_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "MOST_TOKENS_A_LAUNCH", 4)
     check(9, 16, 256, 32)
+
+
+def test_more_words_and_sums_than_32_bits_count() -> None:
+    """Two blocks past 2**31 words, into a place past 2**31 sums; only the first rows of the two blocks are touched."""
+    num_rows, num_tokens, num_columns, last = 1 << 22, 64, 18 * 256, 8
+    weight = random_weight(64, num_columns, None)
+    planar = planar_weight(weight)
+    words = torch.from_numpy(np.zeros((18, num_rows, 32), np.int32))
+    words[-2:, :64] = planar.words[-2:]
+    sums = torch.from_numpy(np.empty((last + 1, num_tokens, num_rows), np.float32))
+    assert min(2 * last * num_rows * 32, last * num_tokens * num_rows) == 1 << 31
+    x = torch.randn(8, num_columns).to(torch.bfloat16)
+    # The other splits have no rows of their own to read: their pages stay untouched, all zeros.
+    int4_gemm_kernel[(1, last + 1, 1)](
+        x, words, planar.scales, sums, num_tokens, num_rows, num_columns, 18, 2,
+        TOKENS=8, ROWS=64, GROUP_SIZE=0, HAS_TAIL=False, IS_SPLIT=True, USE_ASSEMBLY=False, STAGES=1,
+    )  # fmt: skip
+    expected = x[:, -512:].double() @ exact_values(weight)[:, -512:].T
+    assert largest_error(sums[last, :8, :64], expected) < 1e-4
 
 
 def test_no_token() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from guarded_memory import guarded
 from kv_store_cases import STORES, StoreCase, poison, rounding_cases, same_bytes
 
 from memopt.kernels.kv_cache import kv_store_reference, kv_store_triton
@@ -27,7 +28,8 @@ def test_bytes_are_those_of_the_reference(case: StoreCase, dtype: torch.dtype, n
     inputs = case.inputs(num_tokens, dtype, seed=num_tokens)
     wanted, found, flag = poison(case.new_pools(num_pages)), poison(case.new_pools(num_pages)), _flag()
     case.store(kv_store_reference, wanted, inputs, slots, None)
-    case.store(kv_store_triton, found, inputs, slots, flag)
+    found, ends = (tuple(guarded(one) for one in tensors) for tensors in (found, inputs))
+    case.store(kv_store_triton, found, ends, guarded(slots), flag)
     assert same_bytes(wanted, found)
     assert int(flag) == 0
 
@@ -45,11 +47,21 @@ def test_a_slot_past_the_pool_is_not_written_and_sets_the_flag(case: StoreCase) 
 
 
 @each_store
+def test_the_first_slot_past_the_pool_sets_the_flag(case: StoreCase) -> None:
+    pools, inputs = poison(case.new_pools(2)), case.inputs(1, torch.bfloat16, seed=2)
+    for slot, expected in ((-1, 0), (127, 0), (128, 1)):
+        flag = _flag()
+        case.store(kv_store_triton, pools, inputs, torch.tensor([slot]), flag)
+        assert int(flag) == expected
+
+
+@each_store
 def test_strided_rows_and_pools_of_interleaved_layers(case: StoreCase) -> None:
     slots, inputs = torch.tensor([70, -1, 3, 129, 0]), case.inputs(5, torch.bfloat16, seed=5)
-    wide = tuple(torch.stack((one, one), dim=1)[:, 1] for one in inputs)
+    # Each tensor with a stride of its own.
+    wide = tuple(torch.stack([one] * (2 + n), dim=1)[:, 1] for n, one in enumerate(inputs))
     plain = poison(case.new_pools(3))
-    interleaved = tuple(torch.stack((pool, pool), dim=1)[:, 1] for pool in plain)
+    interleaved = tuple(torch.stack([pool] * (2 + n), dim=1)[:, 1] for n, pool in enumerate(plain))
     case.store(kv_store_reference, plain, inputs, slots, None)
     case.store(kv_store_triton, interleaved, wide, slots, _flag())
     assert same_bytes(plain, tuple(pool.contiguous() for pool in interleaved))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from guarded_memory import guarded
 from page_tag_cases import TagCase, damaged_case, first_mismatches, one_past_the_pool, poisoned_result, sound_case
 
 from memopt.kernels.kv_cache.page_tags_triton import MAX_BLOCK_PAGES, verify_page_tags
@@ -11,7 +12,8 @@ from memopt.kernels.kv_cache.page_tags_triton import MAX_BLOCK_PAGES, verify_pag
 
 def _check(case: TagCase) -> tuple[list[int], list[int]]:
     out = poisoned_result(case.num_pages.shape[0])
-    assert verify_page_tags(*case.arguments(), out) is out
+    arguments = [guarded(tensor) if tensor.is_contiguous() else tensor for tensor in case.arguments()]
+    assert verify_page_tags(*arguments, out) is out
     return out.flags.tolist(), out.first_mismatch.tolist()
 
 

@@ -47,9 +47,9 @@ def test_padding_and_sources_that_are_not_there() -> None:
     source, pool = new_mla_pool(BF16, 1), poison((new_mla_pool(FP8_DS_MLA, 1),))
     convert_mla_tokens(source, torch.tensor([-1, 5]), *pool, torch.tensor([-1, -1]), FP8_DS_MLA)
     assert same_bytes(pool, poison((new_mla_pool(FP8_DS_MLA, 1),)))
-    for slot in (-1, 64):
-        with pytest.raises(UsageError, match=f"token 1 would go from slot {slot} to slot 2"):
-            convert_mla_tokens(source, torch.tensor([0, slot]), *pool, torch.tensor([1, 2]), FP8_DS_MLA)
+    for slot, target in ((-1, 2), (-1, 0), (64, 2), (64, -1)):
+        with pytest.raises(UsageError, match=f"token 1 would go from slot {slot} to slot {target}"):
+            convert_mla_tokens(source, torch.tensor([0, slot]), *pool, torch.tensor([1, target]), FP8_DS_MLA)
     with pytest.raises(ShapeError, match=r"source_slots is \[1\], but \[2\]"):
         convert_mla_tokens(source, torch.tensor([0]), *pool, torch.tensor([1, 2]), FP8_DS_MLA)
     with pytest.raises(ShapeError, match="uint8, but bfloat16"):

@@ -147,9 +147,10 @@ def test_the_cpu_path_writes_the_bytes_of_the_reference(case: StoreCase, data: s
 def test_strided_rows_and_pools_of_interleaved_layers(case: StoreCase) -> None:
     slots = torch.tensor([70, -1, 3, 129])
     inputs = case.inputs(4, torch.bfloat16, 5)
-    wide = tuple(torch.stack((one, one), dim=1)[:, 1] for one in inputs)
+    # Each tensor with a stride of its own.
+    wide = tuple(torch.stack([one] * (2 + n), dim=1)[:, 1] for n, one in enumerate(inputs))
     plain = poison(case.new_pools(3))
-    interleaved = tuple(torch.stack((pool, pool), dim=1)[:, 1] for pool in plain)
+    interleaved = tuple(torch.stack([pool] * (2 + n), dim=1)[:, 1] for n, pool in enumerate(plain))
     case.store(kv_store, plain, inputs, slots, None)
     case.store(kv_store, interleaved, wide, slots, None)
     assert interleaved[0].stride(0) == 2 * plain[0].stride(0)
