@@ -20,7 +20,14 @@ from memopt.compressor.ledger import ledger_line, ledger_row
 from memopt.compressor.lint import EngineNote, lint, raise_on_error
 from memopt.compressor.metadata_files import MetadataFile, MetadataSelection, missing_code, select_metadata
 from memopt.compressor.quantization_config import build_quantization_config, is_stale
-from memopt.compressor.ranks.layout import TENSOR_PARALLEL, LayoutChoice, Layouts, choose_layouts, rank_layout
+from memopt.compressor.ranks.layout import (
+    EXPERT_PARALLEL,
+    TENSOR_PARALLEL,
+    LayoutChoice,
+    Layouts,
+    choose_layouts,
+    rank_layout,
+)
 from memopt.compressor.recipe import Recipe
 from memopt.compressor.source_identity import SourceIdentity
 from memopt.compressor.tensor_plan import Fate, TensorPlan, plan_tensors
@@ -169,10 +176,19 @@ def require_ranks(plans: Iterable[TensorPlan], ranks: RankLayout) -> None:
     stored = [plan for plan in plans if plan.outputs]
     for plan in stored:
         if not _can_cut(plan, ranks):
-            layouts = [RankLayout(ranks.kind, degree) for degree in COMMON_DEGREES]
-            degrees = [layout.num_ranks for layout in layouts if all(_can_cut(other, layout) for other in stored)]
-            weights_per_scale, block = plan.int4_weights_per_scale, _float8_block(plan)
-            raise cut_error(plan.source.spec, ranks, degrees, weights_per_scale=weights_per_scale, block=block)
+            degrees = [degree for degree in COMMON_DEGREES if _can_cut_all(stored, RankLayout(ranks.kind, degree))]
+            raise cut_error(
+                plan.source.spec,
+                ranks,
+                degrees,
+                is_whole_experts_legal=_can_cut_all(stored, RankLayout(EXPERT_PARALLEL, ranks.num_ranks)),
+                weights_per_scale=plan.int4_weights_per_scale,
+                block=_float8_block(plan),
+            )
+
+
+def _can_cut_all(plans: Iterable[TensorPlan], ranks: RankLayout) -> bool:
+    return all(_can_cut(plan, ranks) for plan in plans)
 
 
 def _can_cut(plan: TensorPlan, ranks: RankLayout) -> bool:

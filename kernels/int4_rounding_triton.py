@@ -215,9 +215,9 @@ def absmax_scale(largest, factor):
 
 @triton.jit
 def is_unsafe(largest, absmax, largest_square):
-    """True [G] where float32 might not hold what this file computes exactly."""
-    too_small = largest_square.to(tl.float32, bitcast=True) < _SQUARE_MIN
-    return (largest > 0) & ((absmax < _MIN) | (absmax > _MAX) | too_small)
+    """True [G] where float32 might not hold what this file computes exactly; `absmax` of an infinite weight is NaN."""
+    is_square_exact = largest_square.to(tl.float32, bitcast=True) >= _SQUARE_MIN
+    return (largest > 0) & ~((absmax >= _MIN) & (absmax <= _MAX) & is_square_exact)
 
 
 @triton.jit

@@ -81,6 +81,14 @@ def test_glm_4_5_air_at_tp8_is_offered_tp4_with_group_32_or_whole_experts() -> N
     for group in (32, 64, 128):
         rule = {"roles": ["routed_expert"], "format": {"type": "int4", "group_size": group}}
         assert plan_of(checkpoint, recipe(rule), expert_parallel=8).layouts.names == ("hub", "ep8")
+    # Not where the shared expert, which is cut all the same, has no more columns.
+    rule = {"roles": ["routed_expert", "shared_expert"], "format": {"type": "int4", "group_size": 32}}
+    with refusal(AlignmentError, name, "(legal: tensor-parallel 1, 2, 4 with group 32)"):
+        plan_of(checkpoint, recipe(rule), tensor_parallel=8)
+    rule["format"] = {"type": "int4", "group_size": 64}
+    legal = "(legal: expert-parallel 1, 2 with group 64; expert-parallel 4 with group 32)"
+    with refusal(AlignmentError, "shared_experts.down_proj", legal):
+        plan_of(checkpoint, recipe(rule), expert_parallel=8)
     # Not where there are fewer experts than ranks.
     with pytest.raises(AlignmentError) as caught:
         plan_experts(small("glm-4.7-fp8", **GLM_4_5_AIR), 32, 8)
@@ -113,6 +121,9 @@ def test_experts_of_2048_in_whole_groups(group: int, degrees: list[int]) -> None
 def test_channel_groups_ask_for_whole_words_only() -> None:
     spec = TensorSpec(DOWN, (6144, 1408), Role.ROUTED_EXPERT, TpRule(TpAxis.COLUMNS))
     assert [n for n in (1, 2, 4, 8, 16, 32) if divides(spec, n, weights_per_scale=1408)] == [1, 2, 4, 8, 16]
+    text = str(cut_error(spec, RankLayout("tp", 32), [1, 16], weights_per_scale=1408))
+    assert "1408 columns / 32 ranks = 44: cannot be cut in whole words of 8 INT4 codes" in text
+    assert text.endswith("(legal: tensor-parallel 1, 16)")
 
 
 def test_kept_fp8_blocks_are_never_cut() -> None:
@@ -158,6 +169,11 @@ def test_heads_are_never_cut() -> None:
     fewer = small("glm-4.7-fp8", num_key_value_heads=4)
     with refusal(AlignmentError, "k_proj", "heads of 128 (4 in all", "engines repeat", "tensor-parallel 1, 2, 4)"):
         plan_of(fewer, "glm-4.7-int4")
+
+
+def test_only_key_value_heads_are_repeated_by_engines() -> None:
+    with refusal(AlignmentError, "self_attn.q_proj", "heads of 128 (96 in all) (legal: tensor-parallel 1, 2, 4, 8)"):
+        plan_of(small("glm-4.7-fp8", vocab_size=19_200), "dequantize", tensor_parallel=128)
 
 
 def test_an_odd_degree_is_refused_at_the_first_tensor_and_offered_what_all_tensors_allow() -> None:
