@@ -47,7 +47,7 @@ demo: $(VENV)/.runtime
 	@echo "The same release with files for 8 tensor-parallel ranks beside it, read from the signed one:"
 	$(BIN)/memopt shard $(DEMO_OUTPUT) demo-output/tiny-glm5-int4-tp8 --tp 8 --verify-key demo-output/release.pub
 	@echo
-	@echo "Made $(DEMO_OUTPUT), signed. Next: memopt dequantize $(DEMO_OUTPUT) demo-output/tiny-glm5-bf16"
+	@echo "Made $(DEMO_OUTPUT), signed. Next: $(BIN)/memopt dequantize $(DEMO_OUTPUT) demo-output/tiny-glm5-bf16"
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -22,7 +22,7 @@ def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise MissingFileError(
-            f"there is no {path.name} in {path.parent}", remedy="point at a whole checkpoint folder"
+            f"there is no {path.name} in {path.parent}", remedy="check the path; a checkpoint or release must be whole"
         ) from None
     except OSError as problem:
         error = (

@@ -100,7 +100,8 @@ def _memory_rows(plan: CapacityPlan) -> Iterator[tuple[str, Cell]]:
             f"a request of {plan.request.context:,}",
             lambda stage: size_text(stage.token.size_bytes * (plan.request.context or 0)),
         )
-        yield "such requests that fit", lambda stage: _count(stage.requests)
+        if any(stage.requests is not None for stage in plan.stages):
+            yield "such requests that fit", lambda stage: _count(stage.requests)
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -144,7 +145,8 @@ def _print_crossover(console: Console, plan: CapacityPlan, stage: StageCapacity)
     if stage.speed is None or stage.speed.crossover is None:
         return
     found, number, form = stage.speed.crossover, stage.speed.load.requests, stage.token.format
-    console.print(f"\nWhere {form} KV starts to pay, for {number:,} requests together")
+    together = "one request" if number == 1 else f"{number:,} requests together"
+    console.print(f"\nWhere {form} KV starts to pay, for {together}")
     if found.longest is not None and found.longest_bf16 is not None:
         console.print(
             f"  room: requests of at most {found.longest_bf16:,} tokens fit with BF16, of {found.longest:,} with {form}"

@@ -78,5 +78,5 @@ def compress_command(
                 signers=signers,
                 sign_options=sign_options,
             )
-        next_step = f"memopt verify {out} --key PUBLIC.pem" if signers else f"memopt sign {out} --key release.pem"
+        next_step = f"memopt verify {out} --key release.pub" if signers else f"memopt sign {out} --key release.pem"
         report("compress", result, next_step, as_json=as_json)

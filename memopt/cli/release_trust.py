@@ -45,5 +45,5 @@ def load_release_trust(policy: str | None, verify_key: str | None) -> TrustPolic
 def say_unverified(release: str, root_digest: str | None) -> None:
     """Say on standard error that nobody vouched for `release`, if nobody did."""
     if root_digest is None:
-        text = f"note: the signature of {release} was not checked (--policy or --verify-key does); its ledger holds"
-        echo_quietly(text, err=True)
+        unchecked = f"note: the signature of {release} was not checked (--policy or --verify-key does)"
+        echo_quietly(f"{unchecked}; its digests match its ledger", err=True)

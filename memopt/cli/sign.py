@@ -43,4 +43,4 @@ def sign_command(folder: str, jobs: int | None, as_json: bool, **signing: Any) -
         click.echo(f"root digest {result.root_digest}")
         for note in result.notes:
             click.echo(f"note        {note}")
-        click.echo(f"next        memopt verify {folder} --key PUBLIC.pem")
+        click.echo(f"next        memopt verify {folder} --key release.pub")
