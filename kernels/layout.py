@@ -90,7 +90,6 @@ INDEXER_PAGE_SCALES_OFFSET_BYTES = PAGE_TOKENS * INDEXER_KEY_SIZE
 INDEXER_PAGE_BYTES = PAGE_TOKENS * INDEXER_TOKEN_BYTES
 
 # Page tags: one 64-bit number a physical page, unique over the life of the process; 0 is never given out.
-PAGE_TAG_BYTES = 8
 NO_TAG = 0
 
 # Smallest scale of a group: FLT_MIN for fp8_ds_mla (vLLM csrc/cache_kernels.cu, concat_and_cache_ds_mla_kernel), and

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memopt.kernels.attention.attention_output import AttentionOutput, new_output
-from memopt.kernels.attention.selected_slots import selected_slots
+from memopt.kernels.attention.attention_output import AttentionOutput
+from memopt.kernels.attention.mla_requests import AttendRequest, attend_requests, dense_slots, selected_slots
 from memopt.kernels.attention.softmax_cpu import TILE_TOKENS, attend_tiles
 from memopt.kernels.kv_cache.kv_load import read_mla_tokens
-from memopt.kernels.kv_cache.kv_slots import slots_of_pages
 from memopt.kernels.kv_formats import KvFormat
 from memopt.kernels.layout import MLA_LATENT_SIZE
 
@@ -30,8 +29,9 @@ def mla_decode(
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
     """Arguments as for `mla_decode.mla_decode`; tiles are fixed, so `num_splits` changes nothing."""
-    slots = [slots_of_pages(pages, int(count)) for pages, count in zip(block_table, num_tokens, strict=True)]
-    return _over_slots(query_latent, query_rope, pool, slots, kv_format, scale, softmax_scale, out)
+    slots = dense_slots(block_table, num_tokens)
+    attend = _attention(pool, kv_format, scale, softmax_scale)
+    return attend_requests(query_latent, query_rope, slots, attend, torch.float32, out)
 
 
 def sparse_mla_decode(
@@ -48,27 +48,16 @@ def sparse_mla_decode(
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
     """Arguments as for `mla_decode.sparse_mla_decode`."""
-    slots = [selected_slots(pages, row) for pages, row in zip(block_table, positions, strict=True)]
-    return _over_slots(query_latent, query_rope, pool, slots, kv_format, scale, softmax_scale, out)
+    slots = selected_slots(block_table, positions)
+    attend = _attention(pool, kv_format, scale, softmax_scale)
+    return attend_requests(query_latent, query_rope, slots, attend, torch.float32, out)
 
 
-def _over_slots(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    pool: Tensor,
-    slots: list[Tensor],
-    kv_format: KvFormat,
-    scale: Tensor | None,
-    softmax_scale: float,
-    out: AttentionOutput | None,
-) -> AttentionOutput:
-    result = new_output(query_latent, MLA_LATENT_SIZE) if out is None else out
-    for request, places in enumerate(slots):
-        query = torch.cat((query_latent[request], query_rope[request]), dim=1).to(torch.float32)
-        tiles = _tiles(pool, places, kv_format, scale)
-        output, log_sum_exp = attend_tiles(query, tiles, MLA_LATENT_SIZE, softmax_scale)
-        result.output[request], result.log_sum_exp[request] = output, log_sum_exp
-    return result
+def _attention(pool: Tensor, kv_format: KvFormat, scale: Tensor | None, softmax_scale: float) -> AttendRequest:
+    def attend(query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return attend_tiles(query, _tiles(pool, slots, kv_format, scale), MLA_LATENT_SIZE, softmax_scale)
+
+    return attend
 
 
 def _tiles(pool: Tensor, slots: Tensor, kv_format: KvFormat, scale: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from memopt.kernels.attention.attention_output import AttentionOutput, new_output
-from memopt.kernels.attention.selected_slots import selected_slots
+from memopt.kernels.attention.attention_output import AttentionOutput
+from memopt.kernels.attention.mla_requests import AttendRequest, attend_requests, dense_slots, selected_slots
 from memopt.kernels.attention.softmax_reference import attend, compute_dtype
 from memopt.kernels.kv_cache.kv_load import read_mla_tokens
-from memopt.kernels.kv_cache.kv_slots import slots_of_pages
 from memopt.kernels.kv_formats import KvFormat
 from memopt.kernels.layout import MLA_LATENT_SIZE
 
@@ -28,8 +26,9 @@ def mla_decode(
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
     """Arguments as for `mla_decode.mla_decode`; queries may be float64 as well. `num_splits` changes nothing here."""
-    slots = [slots_of_pages(pages, int(count)) for pages, count in zip(block_table, num_tokens, strict=True)]
-    return _over_slots(query_latent, query_rope, pool, slots, kv_format, scale, softmax_scale, out)
+    slots = dense_slots(block_table, num_tokens)
+    over_rows = _attention(pool, kv_format, scale, softmax_scale)
+    return attend_requests(query_latent, query_rope, slots, over_rows, compute_dtype(query_latent), out)
 
 
 def sparse_mla_decode(
@@ -46,24 +45,14 @@ def sparse_mla_decode(
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
     """Arguments as for `mla_decode.sparse_mla_decode`; queries may be float64 as well."""
-    slots = [selected_slots(pages, row) for pages, row in zip(block_table, positions, strict=True)]
-    return _over_slots(query_latent, query_rope, pool, slots, kv_format, scale, softmax_scale, out)
+    slots = selected_slots(block_table, positions)
+    over_rows = _attention(pool, kv_format, scale, softmax_scale)
+    return attend_requests(query_latent, query_rope, slots, over_rows, compute_dtype(query_latent), out)
 
 
-def _over_slots(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    pool: Tensor,
-    slots: list[Tensor],
-    kv_format: KvFormat,
-    scale: Tensor | None,
-    softmax_scale: float,
-    out: AttentionOutput | None,
-) -> AttentionOutput:
-    result = new_output(query_latent, MLA_LATENT_SIZE) if out is None else out
-    query = torch.cat((query_latent, query_rope), dim=2).to(compute_dtype(query_latent))
-    for request, places in enumerate(slots):
-        keys = read_mla_tokens(pool, places, kv_format, scale).to(query.dtype)
-        output, log_sum_exp = attend(query[request], keys, keys[:, :MLA_LATENT_SIZE], softmax_scale)
-        result.output[request], result.log_sum_exp[request] = output, log_sum_exp
-    return result
+def _attention(pool: Tensor, kv_format: KvFormat, scale: Tensor | None, softmax_scale: float) -> AttendRequest:
+    def over_rows(query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        keys = read_mla_tokens(pool, slots, kv_format, scale).to(query.dtype)
+        return attend(query, keys, keys[:, :MLA_LATENT_SIZE], softmax_scale)
+
+    return over_rows
