@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "kernels": {"memopt.kernels"},
     "manifests": {"memopt.manifests"},
     "recipes": {"memopt.recipes"},
-    "compressor": {"memopt.compressor", "memopt.kernels", "memopt.manifests", "memopt.recipes"},
+    "compressor": {"memopt.compressor", "memopt.kernels", "memopt.manifests", "memopt.recipes", "memopt.runtime"},
     "runtime": {"memopt.runtime", "memopt.kernels", "memopt.manifests"},
     "memopt": set(),
 }

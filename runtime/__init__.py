@@ -1,0 +1,1 @@
+"""The reference runtime: verified weights, paged KV, tagged pages, two stages, eight ranks."""

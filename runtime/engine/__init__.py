@@ -1,0 +1,1 @@
+"""Requests, scheduler, sampling and the loop that joins them to a model."""

@@ -1,0 +1,1 @@
+"""What the ranks of a tensor-parallel group say to one another."""

@@ -1,0 +1,1 @@
+"""From verified tensors to the blocks of a model."""
