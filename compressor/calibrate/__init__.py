@@ -1,0 +1,1 @@
+"""Calibrated rounding: what a layer's inputs say about which errors matter."""

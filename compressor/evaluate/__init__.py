@@ -1,0 +1,1 @@
+"""Quality of a release against the checkpoint it came from."""
