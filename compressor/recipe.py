@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from memopt.compressor.families.registry import FAMILIES
 from memopt.compressor.families.roles import Role, TensorSpec
+from memopt.compressor.kv_cache_choice import KvCacheChoice
+from memopt.compressor.quality_gate import QualityGate
 from memopt.compressor.safe_pattern import compile_pattern
+from memopt.compressor.share import Share
+from memopt.compressor.strict_table import StrictTable
 from memopt.errors import RecipeError
 from memopt.kernels.int4_spec import ErrorNorm, ScaleSearch
 from memopt.manifests.open_file import open_regular, read_exactly
@@ -30,20 +34,50 @@ DEFAULT_RECIPES = {
 
 Engine = Literal["vllm", "sglang", "transformers"]
 GroupSize = Literal[32, 64, 128, "channel"]
+QuantizeMethod = Literal["rtn", "weighted", "gptq"]
+CALIBRATED_METHODS = ("weighted", "gptq")
+DEFAULT_DAMPING = 0.01
+DEFAULT_MAX_FALLBACK = 0.01
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Int4Format(StrictTable):
+    """Symmetric INT4, compressed-tensors pack-quantized. `group_size`: weights a scale; `norm`: error exponent.
 
-
-class Int4Format(_Strict):
-    """Symmetric INT4, compressed-tensors pack-quantized. `group_size`: weights a scale; `norm`: error exponent."""
+    `method`: rtn (rounding, no data), or from calibration: weighted (rounding under scales whose search is weighted by
+    the inputs) or gptq (a solve on top). `damping`: share of the mean diagonal of the inputs' second moments that is
+    added to them. `max_fallback`: the largest share of modules that may end with a lesser method.
+    """
 
     type: Literal["int4"]
-    method: Literal["rtn"] = "rtn"
+    method: QuantizeMethod = "rtn"
     group_size: GroupSize = 32
     scale: ScaleSearch = "mse-signed"
     norm: ErrorNorm = "2"
+    damping: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    max_fallback: Share | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_calibration(cls, table: Any) -> Any:
+        if isinstance(table, dict) and table.get("method") in CALIBRATED_METHODS:
+            return {"damping": DEFAULT_DAMPING, "max_fallback": DEFAULT_MAX_FALLBACK, **table}
+        return table
+
+    @model_validator(mode="after")
+    def _method_fits(self) -> Int4Format:
+        if not self.is_calibrated:
+            if self.damping is not None or self.max_fallback is not None:
+                raise ValueError("damping and max_fallback go with method: weighted or gptq")
+        elif self.damping is None or self.max_fallback is None:
+            raise ValueError(f"method {self.method} needs damping and max_fallback: leave them out, or give numbers")
+        elif self.scale == "absmax" or self.norm != "2":
+            raise ValueError(f"method {self.method} needs scale: mse or mse-signed, and norm: 2")
+        return self
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its codes follow from calibration data."""
+        return self.method in CALIBRATED_METHODS
 
     @field_validator("norm", mode="before")
     @classmethod
@@ -56,20 +90,20 @@ class Int4Format(_Strict):
         return None if self.group_size == "channel" else int(self.group_size)
 
 
-class NativeInt4Format(_Strict):
+class NativeInt4Format(StrictTable):
     """INT4 that the source has already, in groups of `group_size` weights, byte for byte; anything else is refused."""
 
     type: Literal["native-int4"]
     group_size: GroupSize = 32
 
 
-class Bf16Format(_Strict):
+class Bf16Format(StrictTable):
     """BF16: FP8 and INT4 are dequantized, BF16 and F32 are copied, F16 and F64 are refused."""
 
     type: Literal["bf16"]
 
 
-class KeepFormat(_Strict):
+class KeepFormat(StrictTable):
     """Whatever the source has, byte for byte."""
 
     type: Literal["keep"]
@@ -79,7 +113,7 @@ Format = Int4Format | NativeInt4Format | Bf16Format | KeepFormat
 TargetFormat = Annotated[Format, Field(discriminator="type")]
 
 
-class Rule(_Strict):
+class Rule(StrictTable):
     """The tensors of `roles` whose logical names fully match one of `names` (all, if empty) get `format`."""
 
     roles: tuple[Role, ...] = ()
@@ -114,10 +148,11 @@ class Rule(_Strict):
         return " and ".join([*parts, f"names {', '.join(self.names)}"] if self.names else parts)
 
 
-class Recipe(_Strict):
+class Recipe(StrictTable):
     """Which role gets which format: the first rule that matches, else `default`.
 
     `engines`: the engines whose lint must pass. `tensor_parallel`: the degree that the release must divide by.
+    `kv_cache`: scales of the KV cache that the release brings along. `gate`: what it must reach to be signed.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
@@ -127,6 +162,8 @@ class Recipe(_Strict):
     default: TargetFormat
     engines: tuple[Engine, ...] = ()
     tensor_parallel: int = Field(1, ge=1, strict=True)
+    kv_cache: KvCacheChoice | None = None
+    gate: QualityGate | None = None
 
     @field_validator("default", mode="before")
     @classmethod
@@ -140,6 +177,13 @@ class Recipe(_Strict):
         if unknown:
             raise ValueError(f"unknown family {', '.join(unknown)}; known: {', '.join(sorted(FAMILIES))}")
         return families
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a release of it needs calibration data: for a format's method, or for scales of the KV cache."""
+        formats = [rule.format for rule in self.rules] + [self.default]
+        is_calibrated = any(isinstance(form, Int4Format) and form.is_calibrated for form in formats)
+        return is_calibrated or (self.kv_cache is not None and self.kv_cache.scales == "calibrated")
 
     def format_of(self, spec: TensorSpec) -> Format:
         """The format that the first matching rule gives `spec`."""

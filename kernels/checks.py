@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from memopt.errors import AlignmentError, NonFiniteError, ShapeError, UsageError
+from memopt.errors import AlignmentError, ContentError, NonFiniteError, ShapeError, UsageError
 from memopt.kernels.int4_spec import BlockShape, Int4Spec
 from memopt.kernels.layout import BF16_BITS, CODES_PER_WORD, E4M3_BITS, INT4_GROUP_SIZES
 
@@ -94,6 +94,27 @@ def check_group(columns: int, spec: Int4Spec) -> int:
             remedy="choose a smaller group size, or keep this tensor out of INT4",
         )
     return spec.group_size or columns
+
+
+def check_importance(shape: tuple[int, ...], dtype: str, is_positive: bool, columns: int, spec: Int4Spec) -> None:
+    """Raises unless an importance of `shape` and `dtype` fits rows of `columns` and the search of `spec`.
+
+    `is_positive`: every element is finite and above zero. ShapeError, ContentError for an element that is not
+    positive, UsageError for a search that it does not go with: absmax searches nothing, and norm 2.4 is no square.
+    """
+    if tuple(shape) != (columns,) or "float32" not in dtype:
+        raise ShapeError(f"the importance is {dtype} {list(shape)}, but rows of {columns} weights need float32 [{columns}]")
+    if spec.scale_search == "absmax" or spec.error_norm != "2":
+        raise UsageError(
+            f"an importance weighs squared errors, but scale search {spec.scale_search} with norm {spec.error_norm} "
+            "was asked for",
+            remedy='use mse or mse-signed, and norm "2"',
+        )
+    if not is_positive:
+        raise ContentError(
+            "an importance is zero, negative, NaN or infinite",
+            remedy="a column that no token reached counts as much as the others (calibrate/module_statistics.py)",
+        )
 
 
 def segment_length(group: int, columns: int, block: BlockShape) -> int:

@@ -11,9 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memopt.errors import ShapeError
-from memopt.kernels.checks import NonFiniteWeightError, check_group, check_packed, check_source, segment_length
-from memopt.kernels.cpu_entry import expand_fp8_entry, expand_int4_entry, quantize_entry, scaled_bits_entry
+from memopt.errors import NonFiniteError, ShapeError
+from memopt.kernels.checks import (
+    NonFiniteWeightError,
+    check_group,
+    check_importance,
+    check_packed,
+    check_source,
+    segment_length,
+)
+from memopt.kernels.cpu_entry import (
+    expand_fp8_entry,
+    expand_int4_entry,
+    quantize_entry,
+    scaled_bits_entry,
+    search_entry,
+)
 from memopt.kernels.cpu_tile import WORD_TYPE
 from memopt.kernels.int4_spec import SCALE_GRID, BlockShape, Int4Rows, Int4Spec
 from memopt.kernels.layout import BF16_INFINITY_BITS, BF16_SHIFT, BITS_PER_BYTE, CODES_PER_WORD, F32_INFINITY_BITS
@@ -24,11 +37,13 @@ def quantize_int4(
     block_scale: npt.NDArray[np.float32] | None,
     block: tuple[int, int] | None,
     spec: Int4Spec,
+    importance: npt.NDArray[np.float32] | None = None,
 ) -> Int4Rows[npt.NDArray[Any]]:
     """Rounds a chunk of rows to INT4.
 
     `weight` [R, C]: uint8 e4m3fn bits with `block_scale` float32 [ceil(R / rows), ceil(C / columns)] of `block` (rows,
-    columns), or uint16 BF16 bits with neither. A chunk starts at a multiple of the block's rows.
+    columns), or uint16 BF16 bits with neither. A chunk starts at a multiple of the block's rows. `importance`: float32
+    [C], positive; weighs each column's squared error in the scale search (error norm "2" only).
     Raises AlignmentError when groups do not fill a row, ShapeError or UsageError for input that does not fit, and
     NonFiniteWeightError for the first weight that is NaN or infinite once scaled. The rule: int4_reference.py.
     """
@@ -36,6 +51,7 @@ def quantize_int4(
     rows, columns = weight.shape
     group = check_group(columns, spec)
     groups_a_row = columns // group
+    column_importance = _importance(importance, columns, spec)
     packed = np.empty((rows, columns // CODES_PER_WORD), np.int32)
     scale_bits = np.empty((rows, groups_a_row), np.uint16)
     sq_error = np.empty(rows, np.float64)
@@ -46,12 +62,46 @@ def quantize_int4(
     finite = quantize_entry()(
         _as_words(weight), np.dtype(WORD_TYPE).itemsize // weight.itemsize, scales, shape.rows, shape.columns,
         segment_length(group, columns, shape), group, groups_a_row, np.array(grid, np.float32),
-        spec.scale_search == "mse-signed", spec.error_norm == "2.4",
+        spec.scale_search == "mse-signed", spec.error_norm == "2.4", column_importance,
         packed.reshape(-1).view(np.uint32), scale_bits.reshape(-1), sq_error, energy, max_error, clipped,
     )  # fmt: skip
     if not finite:
         raise _first_non_finite(weight, block_scale, shape)
     return Int4Rows(packed, scale_bits, sq_error, energy, max_error, clipped)
+
+
+def search_int4_scale(
+    values: npt.NDArray[np.float32], spec: Int4Spec, importance: npt.NDArray[np.float32] | None = None
+) -> npt.NDArray[np.uint16]:
+    """BF16 bits uint16 [R, G] of the scales that `quantize_int4` takes for finite float32 rows [R, C].
+
+    `importance` as there. Raises ShapeError for another dtype or shape, AlignmentError and UsageError as there, and
+    NonFiniteError for a value that is NaN or infinite.
+    """
+    if values.dtype != np.float32 or values.ndim != 2:
+        raise ShapeError(f"values are {values.dtype} {list(values.shape)}, but float32 [rows, columns] is needed")
+    rows, columns = values.shape
+    group = check_group(columns, spec)
+    column_importance = _importance(importance, columns, spec)
+    scale_bits = np.empty((rows, columns // group), np.uint16)
+    grid = SCALE_GRID if spec.scale_search != "absmax" else ()
+    finite = search_entry()(
+        _frozen(values).reshape(-1), group, columns // group, np.array(grid, np.float32),
+        spec.scale_search == "mse-signed", spec.error_norm == "2.4", column_importance, scale_bits.reshape(-1),
+    )  # fmt: skip
+    if not finite:
+        row, column = divmod(int((~np.isfinite(values)).argmax()), columns)
+        raise NonFiniteError(f"the value at row {row}, column {column} is not a finite number")
+    return scale_bits
+
+
+def _importance(importance: npt.NDArray[Any] | None, columns: int, spec: Int4Spec) -> npt.NDArray[np.float32]:
+    """`importance` checked and frozen; an empty array for None."""
+    if importance is None:
+        return _frozen(np.empty(0, np.float32))
+    is_positive = bool((np.isfinite(importance) & (importance > 0)).all())
+    check_importance(importance.shape, str(importance.dtype), is_positive, columns, spec)
+    return _frozen(importance)
 
 
 def dequantize_float8_bf16(

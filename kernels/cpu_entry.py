@@ -16,9 +16,11 @@ from typing import Any
 from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.cpu_expand import expand_fp8, expand_int4, scaled_bits
 from memopt.kernels.cpu_quantize import quantize_tiles
+from memopt.kernels.cpu_scale_search import search_tiles
 
 _SOURCES = (
-    "layout", "int4_spec", "cpu_number", "cpu_tile", "cpu_search", "cpu_quantize", "cpu_expand", "cpu_entry",
+    "layout", "int4_spec", "cpu_number", "cpu_tile", "cpu_search_error", "cpu_search", "cpu_quantize", "cpu_scale_search",
+    "cpu_expand", "cpu_entry",
 )  # fmt: skip
 
 
@@ -39,6 +41,19 @@ def quantize_entry() -> Callable[..., bool]:
         return quantize_tiles(*arguments)
 
     return quantize
+
+
+@cache
+def search_entry() -> Callable[..., bool]:
+    """`search_tiles`, compiled."""
+    key = sources_key()
+
+    @compiled
+    def search(*arguments: Any) -> Any:
+        key  # noqa: B018 - makes it a closure variable
+        return search_tiles(*arguments)
+
+    return search
 
 
 @cache

@@ -6,11 +6,13 @@ import numpy as np
 from numba import njit
 
 from memopt.kernels.cpu_number import round_bf16_bits
-from memopt.kernels.cpu_search import absmax_scale, search_scale
+from memopt.kernels.cpu_search import SEARCH_ROWS, absmax_scale, search_scale
+from memopt.kernels.cpu_search_error import POWERS, SQUARES, WEIGHTED_SQUARES
 from memopt.kernels.cpu_tile import (
     LANES,
     decode_bf16,
     decode_fp8,
+    gather_columns,
     gather_words,
     largest_weights,
     round_tile,
@@ -21,13 +23,19 @@ from memopt.kernels.layout import CODES_PER_WORD, FP8_PER_LOAD_WORD
 @njit(nogil=True, error_model="numpy")
 def quantize_tiles(
     source, items_a_word, scales, block_rows, block_columns, segment, group, groups_a_row, grid, signed, power,
-    packed, scale_bits, sq_error, energy, max_error, clipped,
+    importance, packed, scale_bits, sq_error, energy, max_error, clipped,
 ):  # fmt: skip
     """Rounds a whole chunk, tile by tile; False (outputs then undefined) when a weight or scale is not finite.
 
-    `source`: flat words of `items_a_word` weights. `segment`: weights that surely share group and block scale. Outputs
-    are flat: `packed` uint32, `scale_bits` uint16, and a value a row of the other four.
+    `source`: flat words of `items_a_word` weights. `segment`: weights that surely share group and block scale.
+    `importance`: float32, one a column, or none at all: then errors are not weighted. Outputs are flat: `packed`
+    uint32, `scale_bits` uint16, and a value a row of the other four.
     """
+    kind = POWERS if power else SQUARES
+    weighting = np.empty(0, np.float32)
+    if importance.shape[0]:
+        kind = WEIGHTED_SQUARES
+        weighting = np.zeros(group * LANES, np.float32)
     scratch = np.empty(group // items_a_word * LANES, np.uint64)
     weights = np.zeros(group * LANES, np.float32)
     words = np.empty(group // CODES_PER_WORD * LANES, np.uint32)
@@ -39,10 +47,7 @@ def quantize_tiles(
     lane_max = np.empty(LANES, np.float32)
     lane_clipped = np.empty(LANES, np.int32)
     bad = np.empty(LANES, np.uint32)
-    rows = (
-        np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32),
-        np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32),
-    )  # fmt: skip
+    rows = np.empty((SEARCH_ROWS, LANES), np.float32)
     state = np.empty(LANES, np.int32)
     words_a_group = group // CODES_PER_WORD
     parts = group // segment
@@ -54,6 +59,8 @@ def quantize_tiles(
     for tile in range((scale_bits.shape[0] + LANES - 1) // LANES):
         first = tile * LANES
         lanes = min(LANES, scale_bits.shape[0] - first)
+        if importance.shape[0]:
+            gather_columns(importance, first % groups_a_row, groups_a_row, lanes, weighting)
         for lane in range(lanes):
             for part in range(parts):
                 segment_scale[part * LANES + lane] = scales[block_row, block_of[group_in_row * parts + part]]
@@ -74,7 +81,7 @@ def quantize_tiles(
             return False
         absmax_scale(largest, scale)
         if grid.shape[0]:
-            search_scale(weights, largest, grid, signed, power, scale, rows, state)
+            search_scale(weights, weighting, largest, grid, signed, kind, scale, rows, state)
         round_tile(weights, scale, words, lane_sq, lane_energy, lane_max, lane_clipped)
         for k in range(words_a_group):
             for lane in range(lanes):

@@ -13,102 +13,19 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memopt.kernels.cpu_number import from_bits, round_bf16
+from memopt.kernels.cpu_number import round_bf16
+from memopt.kernels.cpu_search_error import POWERS, SQUARES, power_error, square_error, sum_errors
 from memopt.kernels.cpu_tile import LANES
-from memopt.kernels.int4_spec import POWER_CUBIC, POWER_SEED, POWER_SLOPE
-from memopt.kernels.layout import (
-    CODES_PER_WORD,
-    F32_MAGNITUDE_MASK,
-    F32_MAX_BITS,
-    INT4_CODE_MAX,
-    INT4_CODE_MIN,
-    INT4_HALF_SPAN,
-)
+from memopt.kernels.layout import INT4_CODE_MAX, INT4_CODE_MIN, INT4_HALF_SPAN
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _INFINITY = np.float32(np.inf)
-_CODE_MIN = np.float32(INT4_CODE_MIN)
 _CODE_MAX = np.float32(INT4_CODE_MAX)
 _CODE_SPAN = np.float32(-INT4_CODE_MIN)
 _HALF_SPAN = np.float32(INT4_HALF_SPAN)
-_MAGNITUDE = np.int32(F32_MAGNITUDE_MASK)
-_LARGEST = np.int32(F32_MAX_BITS)
-_SEED, _SLOPE = np.float32(POWER_SEED), np.float32(POWER_SLOPE)
+# Rows of working space that `search_scale` needs.
+SEARCH_ROWS = 7
 _PREFERRED, _OTHER, _GO_ON = np.int32(1), np.int32(2), np.int32(4)
-_C0, _C1, _C2, _C3 = (np.float32(c) for c in POWER_CUBIC)
-
-
-@njit(nogil=True, error_model="numpy")
-def power_04(value):
-    """|value| ** 0.4 as `int4_spec` defines it: float32 and integer steps only."""
-    bits = np.int32(np.float32(value).view(np.int32) & _MAGNITUDE)
-    bits = _LARGEST if bits > _LARGEST else bits
-    x = from_bits(bits)
-    z = from_bits(np.int32(_SEED - np.float32(bits) * _SLOPE))
-    square = z * z
-    y = x * (square * z)
-    h = _ONE - y * square
-    return y * (((_C3 * h + _C2) * h + _C1) * h + _C0)
-
-
-@njit(nogil=True, error_model="numpy")
-def _square(weight, scale, inverse):
-    code = np.rint(weight * inverse)
-    code = _CODE_MIN if code < _CODE_MIN else code
-    code = _CODE_MAX if code > _CODE_MAX else code
-    d = weight - code * scale
-    return d * d
-
-
-@njit(nogil=True, error_model="numpy")
-def _power(weight, scale, inverse):
-    code = np.rint(weight * inverse)
-    code = _CODE_MIN if code < _CODE_MIN else code
-    code = _CODE_MAX if code > _CODE_MAX else code
-    d = weight - code * scale
-    return d * d * power_04(d)
-
-
-@njit(nogil=True, error_model="numpy")
-def _sum_squares(weights, scale, inverse, error):
-    for lane in range(LANES):
-        error[lane] = _ZERO
-    for word in range(weights.shape[0] // (LANES * CODES_PER_WORD)):
-        first = word * (LANES * CODES_PER_WORD)
-        for lane in range(LANES):
-            s = scale[lane]
-            i = inverse[lane]
-            at = first + lane
-            e0 = _square(weights[at], s, i) + _square(weights[at + LANES], s, i)
-            e2 = _square(weights[at + 2 * LANES], s, i) + _square(weights[at + 3 * LANES], s, i)
-            e4 = _square(weights[at + 4 * LANES], s, i) + _square(weights[at + 5 * LANES], s, i)
-            e6 = _square(weights[at + 6 * LANES], s, i) + _square(weights[at + 7 * LANES], s, i)
-            error[lane] += (e0 + e2) + (e4 + e6)
-
-
-@njit(nogil=True, error_model="numpy")
-def _sum_powers(weights, scale, inverse, error):
-    for lane in range(LANES):
-        error[lane] = _ZERO
-    for word in range(weights.shape[0] // (LANES * CODES_PER_WORD)):
-        first = word * (LANES * CODES_PER_WORD)
-        for lane in range(LANES):
-            s = scale[lane]
-            i = inverse[lane]
-            at = first + lane
-            e0 = _power(weights[at], s, i) + _power(weights[at + LANES], s, i)
-            e2 = _power(weights[at + 2 * LANES], s, i) + _power(weights[at + 3 * LANES], s, i)
-            e4 = _power(weights[at + 4 * LANES], s, i) + _power(weights[at + 5 * LANES], s, i)
-            e6 = _power(weights[at + 6 * LANES], s, i) + _power(weights[at + 7 * LANES], s, i)
-            error[lane] += (e0 + e2) + (e4 + e6)
-
-
-@njit(nogil=True, error_model="numpy")
-def _sum_errors(weights, scale, inverse, error, power):
-    if power:
-        _sum_powers(weights, scale, inverse, error)
-    else:
-        _sum_squares(weights, scale, inverse, error)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -137,8 +54,8 @@ def _bound_squares(largest, scale, inverse, best, state):
     it only grows as the scale shrinks (by more than the 2.4 power's inaccuracy, as scales are 2**-8 or more apart).
     """
     for lane in range(LANES):
-        bound = _square(largest[lane], scale[lane], inverse[lane])
-        bound_other = _square(largest[lane], -scale[lane], -inverse[lane])
+        bound = square_error(largest[lane], scale[lane], inverse[lane])
+        bound_other = square_error(largest[lane], -scale[lane], -inverse[lane])
         state[lane] = _state(largest[lane], inverse[lane], bound, bound_other, best[lane])
 
 
@@ -146,8 +63,17 @@ def _bound_squares(largest, scale, inverse, best, state):
 def _bound_powers(largest, scale, inverse, best, state):
     """As `_bound_squares`, for the exponent 2.4."""
     for lane in range(LANES):
-        bound = _power(largest[lane], scale[lane], inverse[lane])
-        bound_other = _power(largest[lane], -scale[lane], -inverse[lane])
+        bound = power_error(largest[lane], scale[lane], inverse[lane])
+        bound_other = power_error(largest[lane], -scale[lane], -inverse[lane])
+        state[lane] = _state(largest[lane], inverse[lane], bound, bound_other, best[lane])
+
+
+@njit(nogil=True, error_model="numpy")
+def _bound_weighted(largest, largest_importance, scale, inverse, best, state):
+    """As `_bound_squares`, for weighted squares: of the largest weight too, times what it counts for."""
+    for lane in range(LANES):
+        bound = square_error(largest[lane], scale[lane], inverse[lane]) * largest_importance[lane]
+        bound_other = square_error(largest[lane], -scale[lane], -inverse[lane]) * largest_importance[lane]
         state[lane] = _state(largest[lane], inverse[lane], bound, bound_other, best[lane])
 
 
@@ -219,33 +145,51 @@ def _union(flags):
 
 
 @njit(nogil=True, error_model="numpy")
-def search_scale(weights, largest, grid, signed, power, scale, rows, state):
+def _importance_of_largest(weights, importance, largest, found):
+    """What each lane's largest weight counts for, into `found`; of equal ones the last: each bounds the sum."""
+    for lane in range(LANES):
+        found[lane] = _ZERO
+    for k in range(weights.shape[0] // LANES):
+        at = k * LANES
+        for lane in range(LANES):
+            is_largest = weights[at + lane] == largest[lane]
+            found[lane] = importance[at + lane] if is_largest else found[lane]
+
+
+@njit(nogil=True, error_model="numpy")
+def search_scale(weights, importance, largest, grid, signed, kind, scale, rows, state):
     """Replaces the absmax `scale` [LANES] by the best of the grid, for weights [group * LANES] of largest [LANES].
 
-    Working space: `rows`, six float32 [LANES], and `state`, int32 [LANES].
+    `kind` and `importance` as for `sum_errors`. Working space: `rows`, float32 [SEARCH_ROWS, LANES], and `state`,
+    int32 [LANES].
     """
-    sign, s, inverse, best, preferred, other = rows
+    sign, s, inverse, best, preferred, other = rows[0], rows[1], rows[2], rows[3], rows[4], rows[5]
+    largest_importance = rows[6]
     _start(largest, signed, scale, sign, inverse)
-    _sum_errors(weights, scale, inverse, best, power)
+    sum_errors(weights, importance, scale, inverse, best, kind)
     _keep_one(largest, best)
     for lane in range(LANES):
         other[lane] = _INFINITY
+    if kind != SQUARES and kind != POWERS:
+        _importance_of_largest(weights, importance, largest, largest_importance)
     for k in range(grid.shape[0]):
         _candidate(largest, grid[k], sign, s, inverse)
-        if power:
+        if kind == POWERS:
             _bound_powers(largest, s, inverse, best, state)
-        else:
+        elif kind == SQUARES:
             _bound_squares(largest, s, inverse, best, state)
+        else:
+            _bound_weighted(largest, largest_importance, s, inverse, best, state)
         flags = _union(state)
         if not flags & _GO_ON:
             break
         try_other = signed and flags & _OTHER
         if not (try_other or flags & _PREFERRED):
             continue
-        _sum_errors(weights, s, inverse, preferred, power)
+        sum_errors(weights, importance, s, inverse, preferred, kind)
         if try_other:
             _negate(s, inverse)
-            _sum_errors(weights, s, inverse, other, power)
+            sum_errors(weights, importance, s, inverse, other, kind)
         elif signed:
             _copy_agreeing(largest, inverse, preferred, other)
         _choose(sign, s, preferred, other, best, scale)

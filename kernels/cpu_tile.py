@@ -67,6 +67,19 @@ def gather_words(source, first_group, lanes, scratch):
 
 
 @njit(nogil=True, error_model="numpy")
+def gather_columns(columns, group_in_row, groups_a_row, lanes, tile):
+    """Spreads one number a column, flat [C], over a tile [group * LANES] whose first group is `group_in_row`."""
+    group = tile.shape[0] // LANES
+    for lane in range(lanes):
+        start = group_in_row * group
+        for k in range(group):
+            tile[k * LANES + lane] = columns[start + k]
+        group_in_row += 1
+        if group_in_row == groups_a_row:
+            group_in_row = 0
+
+
+@njit(nogil=True, error_model="numpy")
 def decode_fp8(scratch, segment_scale, segment, weights, bad):
     """Fills `weights` [group * LANES] from FP8 words `scratch`; False when one of them is a NaN.
 

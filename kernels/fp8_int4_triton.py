@@ -107,14 +107,21 @@ def tile_of(group_size: int | None) -> Tile:
 
 
 def quantize_int4(
-    weight: Tensor, block_scale: Tensor | None, block: tuple[int, int] | None, spec: Int4Spec
+    weight: Tensor,
+    block_scale: Tensor | None,
+    block: tuple[int, int] | None,
+    spec: Int4Spec,
+    importance: Tensor | None = None,
 ) -> Int4Rows[Tensor]:
     """Rounds a chunk of rows to INT4 on the device that holds it; results stay there.
 
     Arguments, errors and bytes as for `int4_reference.quantize_int4`. A chunk with a weight that is not finite, or with
     scales outside SAFE_SCALE_MIN..SAFE_SCALE_MAX (int4_rounding_triton.py), is given to `int4_device`, which names the
-    weight or rounds the chunk more slowly. Waits for the device once.
+    weight or rounds the chunk more slowly; so is every chunk with an `importance`, which the kernels do not read. Waits
+    for the device once.
     """
+    if importance is not None:
+        return int4_device.quantize_int4(weight, block_scale, block, spec, importance)
     stored_bits(weight[:0])
     scale_shape = None if block_scale is None else tuple(block_scale.shape)
     shape = check_source(tuple(weight.shape), weight.element_size() * BITS_PER_BYTE, scale_shape, block)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memopt.errors import ShapeError
+from memopt.errors import NonFiniteError, ShapeError
 from memopt.kernels.checks import NonFiniteWeightError, check_group, check_source
+from memopt.kernels.device.tensor_checks import require_tensor
 from memopt.kernels.float8_reference import stored_bits
+from memopt.kernels.int4_reference import grouped_importance
 from memopt.kernels.int4_spec import SCALE_GRID, BlockShape, Int4Rows, Int4Spec
 from memopt.kernels.layout import (
     BITS_PER_BYTE,
@@ -49,28 +51,36 @@ def _sum_in_order(terms: Tensor) -> Tensor:
     return total
 
 
-def _error(groups: Tensor, rounded: Tensor, scale: Tensor, low: int, high: int, norm: str) -> Tensor:
+def _error(
+    groups: Tensor, rounded: Tensor, scale: Tensor, low: int, high: int, norm: str, importance: Tensor | None
+) -> Tensor:
     difference = groups - rounded.clamp(low, high).mul_(scale)
     terms = difference * difference
     if norm == "2.4":
         terms.mul_(power_04(difference))
+    if importance is not None:
+        groups_a_row = importance.shape[2]
+        terms.unflatten(2, (-1, groups_a_row)).mul_(importance[:, :, None])
     return _sum_in_order(terms)
 
 
-def _search(groups: Tensor, largest: Tensor, absmax: Tensor, spec: Int4Spec) -> Tensor:
-    """The best scale [N] of the grid for groups [W, 8, N]; both signs share one rounding."""
+def _search(groups: Tensor, largest: Tensor, absmax: Tensor, spec: Int4Spec, importance: Tensor | None) -> Tensor:
+    """The best scale [N] of the grid for groups [W, 8, N]; both signs share one rounding.
+
+    `importance`: float32 [W, 8, G], of the G groups of each row.
+    """
     one, half_span = torch.ones_like(largest), torch.full_like(largest, INT4_HALF_SPAN)
     low, high = INT4_CODE_MIN, INT4_CODE_MAX
     rounded = (groups * (one / absmax)).round_()
-    best, scale = _error(groups, rounded, absmax, low, high, spec.error_norm), absmax.clone()
+    best, scale = _error(groups, rounded, absmax, low, high, spec.error_norm, importance), absmax.clone()
     for factor in SCALE_GRID:
         candidate = round_bf16(largest * factor / half_span)
         torch.mul(groups, one / candidate, out=rounded).round_()
-        error = _error(groups, rounded, candidate, low, high, spec.error_norm)
+        error = _error(groups, rounded, candidate, low, high, spec.error_norm, importance)
         better = error < best
         best, scale = torch.where(better, error, best), torch.where(better, candidate, scale)
         if spec.scale_search == "mse-signed":
-            error = _error(groups, rounded, candidate, -high, -low, spec.error_norm)
+            error = _error(groups, rounded, candidate, -high, -low, spec.error_norm, importance)
             better = error < best
             best, scale = torch.where(better, error, best), torch.where(better, -candidate, scale)
     return scale
@@ -86,16 +96,26 @@ def _row_sums(group_sums: Tensor, rows: int, groups_a_row: int) -> Tensor:
     return total
 
 
-def _round_rows(values: Tensor, group: int, spec: Int4Spec) -> Int4Rows[Tensor]:
-    """Rounds finite float32 rows [r, C]."""
-    rows, columns = values.shape
-    num_groups = rows * (columns // group)
-    groups = values.view(num_groups, group).t().contiguous().view(group // CODES_PER_WORD, CODES_PER_WORD, num_groups)
+def _element_major(values: Tensor, group: int) -> Tensor:
+    """Groups [group / 8, 8, N] of rows [r, C], one group after another along N."""
+    num_groups = values.numel() // group
+    return values.view(num_groups, group).t().contiguous().view(group // CODES_PER_WORD, CODES_PER_WORD, num_groups)
+
+
+def _scales(groups: Tensor, spec: Int4Spec, importance: Tensor | None) -> Tensor:
+    """BF16 scales as float32 [N] of finite groups [W, 8, N]."""
     largest = groups.abs().amax(dim=(0, 1))
     # A tensor, not a number: CUDA divides by a number through its reciprocal, which rounds differently.
     absmax = round_bf16(largest / torch.full_like(largest, INT4_HALF_SPAN))
-    scale = absmax if spec.scale_search == "absmax" else _search(groups, largest, absmax, spec)
-    scale = torch.where(absmax == 0, torch.ones_like(scale), scale)
+    scale = absmax if spec.scale_search == "absmax" else _search(groups, largest, absmax, spec, importance)
+    return torch.where(absmax == 0, torch.ones_like(scale), scale)
+
+
+def _round_rows(values: Tensor, group: int, spec: Int4Spec, importance: Tensor | None) -> Int4Rows[Tensor]:
+    """Rounds finite float32 rows [r, C]."""
+    rows, columns = values.shape
+    groups = _element_major(values, group)
+    scale = _scales(groups, spec, importance)
     rounded = (groups / scale).round_()
     codes = rounded.clamp(INT4_CODE_MIN, INT4_CODE_MAX)
     difference = groups - codes * scale
@@ -120,6 +140,7 @@ def quantize_int4(
     block_scale: Tensor | None,
     block: tuple[int, int] | None,
     spec: Int4Spec,
+    importance: Tensor | None = None,
     *,
     weights_a_step: int = WEIGHTS_A_STEP,
 ) -> Int4Rows[Tensor]:
@@ -135,6 +156,7 @@ def quantize_int4(
     if block_scale is not None and block_scale.dtype != torch.float32:
         raise ShapeError(f"a block scale is {block_scale.dtype}, but float32 is needed", remedy="convert it first")
     rows, columns = weight.shape
+    weighting = _weighting(importance, columns, group, spec)
     step = max(weights_a_step // columns, 1)
     parts = []
     for first in range(0, max(rows, 1), step):
@@ -143,11 +165,43 @@ def quantize_int4(
         if not bool(finite.all()):
             place = first * columns + int((~finite).reshape(-1).to(torch.uint8).argmax())
             raise _non_finite(weight, block_scale, shape, place)
-        parts.append(_round_rows(values, group, spec))
+        parts.append(_round_rows(values, group, spec, weighting))
     if len(parts) == 1:
         return parts[0]
     names = ("packed", "scale_bits", "sq_error", "energy", "max_error", "num_clipped")
     return Int4Rows(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def search_int4_scale(
+    values: Tensor, spec: Int4Spec, importance: Tensor | None = None, *, weights_a_step: int = WEIGHTS_A_STEP
+) -> Tensor:
+    """bfloat16 [R, G]: the scales that `quantize_int4` takes for finite float32 rows [R, C], on their device.
+
+    `importance` and `weights_a_step` as there. Raises ShapeError for another dtype or shape, AlignmentError and
+    UsageError as there, and NonFiniteError for a value that is NaN or infinite.
+    """
+    require_tensor("values", values, (None, None), torch.float32)
+    rows, columns = values.shape
+    group = check_group(columns, spec)
+    weighting = _weighting(importance, columns, group, spec)
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        row, column = divmod(int((~finite).reshape(-1).to(torch.uint8).argmax()), columns)
+        raise NonFiniteError(f"the value at row {row}, column {column} is not a finite number")
+    step = max(weights_a_step // columns, 1)
+    scales = torch.empty(rows, columns // group, dtype=torch.bfloat16, device=values.device)
+    for first in range(0, rows, step):
+        found = _scales(_element_major(values[first : first + step], group), spec, weighting)
+        scales[first : first + step] = bf16_bits(found).view(torch.bfloat16).view(-1, columns // group)
+    return scales
+
+
+def _weighting(importance: Tensor | None, columns: int, group: int, spec: Int4Spec) -> Tensor | None:
+    """`importance` [C] as [group / 8, 8, G], None for None; errors as for `check_importance`."""
+    grouped = grouped_importance(importance, columns, group, spec)
+    if grouped is None:
+        return None
+    return grouped.t().contiguous().view(group // CODES_PER_WORD, CODES_PER_WORD, columns // group)
 
 
 def _non_finite(weight: Tensor, block_scale: Tensor | None, block: BlockShape, place: int) -> NonFiniteWeightError:

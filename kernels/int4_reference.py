@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memopt.errors import ShapeError
-from memopt.kernels.checks import check_group, check_packed
+from memopt.kernels.checks import check_group, check_importance, check_packed
 from memopt.kernels.float8_reference import first_non_finite, weight_values
 from memopt.kernels.int4_spec import SCALE_GRID, Int4Rows, Int4Spec
 from memopt.kernels.layout import (
@@ -58,9 +58,12 @@ def sum_in_order(terms: Tensor) -> Tensor:
     return total
 
 
-def scale_error(groups: Tensor, scale: Tensor, negative: bool, norm: str) -> Tensor:
+def scale_error(
+    groups: Tensor, scale: Tensor, negative: bool, norm: str, importance: Tensor | None = None
+) -> Tensor:
     """Error sums [R, G] that the search compares: sum |w - code * scale| ** p over groups [R, G, group].
 
+    With `importance` float32 [G, group] each square is multiplied by its column's, which is rounded once more.
     `scale` [R, G] is not negative; `negative` asks for the error of -scale, whose codes are those of +scale mirrored.
     Codes come from a product with the reciprocal here, not from the division that the final codes use: near a tie
     the two may differ, where either code costs nearly the same.
@@ -69,46 +72,67 @@ def scale_error(groups: Tensor, scale: Tensor, negative: bool, norm: str) -> Ten
     low, high = (-INT4_CODE_MAX, -INT4_CODE_MIN) if negative else (INT4_CODE_MIN, INT4_CODE_MAX)
     difference = groups - rounded.clamp(low, high) * scale[..., None]
     terms = difference * difference
-    return sum_in_order(terms if norm == "2" else terms * power_04(difference))
+    if norm != "2":
+        terms = terms * power_04(difference)
+    return sum_in_order(terms if importance is None else terms * importance)
 
 
-def search_scale(groups: Tensor, spec: Int4Spec) -> Tensor:
-    """BF16 scales (as float32) [R, G] of groups [R, G, group] by the rule of `spec`; 1 where absmax gives zero."""
+def search_scale(groups: Tensor, spec: Int4Spec, importance: Tensor | None = None) -> Tensor:
+    """BF16 scales (as float32) [R, G] of groups [R, G, group] by the rule of `spec`; 1 where absmax gives zero.
+
+    `importance`: float32 [G, group], the weight of each column's squared error.
+    """
     largest = groups.abs().amax(dim=-1)
     half_span = torch.full_like(largest, INT4_HALF_SPAN)  # a tensor: CUDA divides by a number through its reciprocal
     absmax = round_bf16(largest / half_span)
     scale = absmax.clone()
     if spec.scale_search != "absmax":
-        best = scale_error(groups, absmax, False, spec.error_norm)
+        best = scale_error(groups, absmax, False, spec.error_norm, importance)
         for factor in SCALE_GRID:
             candidate = round_bf16(largest * factor / half_span)
             for negative in (False, True) if spec.scale_search == "mse-signed" else (False,):
-                error = scale_error(groups, candidate, negative, spec.error_norm)
+                error = scale_error(groups, candidate, negative, spec.error_norm, importance)
                 better = error < best
                 best = torch.where(better, error, best)
                 scale = torch.where(better, -candidate if negative else candidate, scale)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 
+def grouped_importance(importance: Tensor | None, columns: int, group: int, spec: Int4Spec) -> Tensor | None:
+    """`importance` [C] as [G, group], or None for None; errors as for `check_importance`."""
+    if importance is None:
+        return None
+    is_positive = bool((torch.isfinite(importance) & (importance > 0)).all())
+    check_importance(tuple(importance.shape), str(importance.dtype), is_positive, columns, spec)
+    return importance.view(columns // group, group)
+
+
 def quantize_int4(
-    weight: Tensor, block_scale: Tensor | None, block: tuple[int, int] | None, spec: Int4Spec
+    weight: Tensor,
+    block_scale: Tensor | None,
+    block: tuple[int, int] | None,
+    spec: Int4Spec,
+    importance: Tensor | None = None,
 ) -> Int4Rows[Tensor]:
     """Rounds a chunk of rows to INT4.
 
     `weight` [R, C]: uint8 or float8_e4m3fn with `block_scale` float32 [ceil(R / rows), ceil(C / columns)] of `block`
     (rows, columns); or uint16, int16 or bfloat16 with neither. A chunk starts at a multiple of the block's rows.
     Codes are clamp(round_half_even(w / scale), -8, 7) against the stored BF16 scale, divided truly.
+    `importance`: float32 [C], positive: multiplies each column's squared error in the scale search (norm "2" only),
+    which is then sum_j importance_j * (w_j - scale * q_j) ** 2. The error figures are not weighted.
     Raises AlignmentError when groups do not fill a row, ShapeError or UsageError for input that does not fit, and
     NonFiniteWeightError for the first weight that is NaN or infinite once scaled.
     """
     values = weight_values(weight, block_scale, block)
     rows, columns = values.shape
     group = check_group(columns, spec)
+    weighting = grouped_importance(importance, columns, group, spec)
     error = first_non_finite(values, weight, block_scale, block)
     if error is not None:
         raise error
     groups = values.view(rows, columns // group, group)
-    scale = search_scale(groups, spec)
+    scale = search_scale(groups, spec, weighting)
     rounded = torch.round(groups / scale[..., None])
     codes = rounded.clamp(INT4_CODE_MIN, INT4_CODE_MAX)
     difference = groups - codes * scale[..., None]

@@ -127,3 +127,18 @@ F16_INFINITY_BITS = 0x7C00
 F16_SIGN_MASK = 0x8000
 # Subnormals are multiples of it, 0 to 1023 times; their bits are the multiple.
 F16_SUBNORMAL_UNIT = 2.0**-24
+
+# The reference KV format (fp32) keeps indexer keys as float32, without scales.
+INDEXER_PAGE_ELEMENTS = PAGE_TOKENS * INDEXER_KEY_SIZE
+
+# Histogram of magnitudes, for scales of a KV cache: a bin for every exponent and 6 mantissa bits of a float32.
+MAGNITUDE_BIN_SHIFT = F32_MANTISSA_BITS - 6
+MAGNITUDE_BINS = 1 << (F32_BITS - 1 - MAGNITUDE_BIN_SHIFT)
+
+# A page tag: the number of its tracker in the process, then a count of that tracker's allocations. 63 bits, so that
+# int64 keeps it positive; 2**40 allocations are 3 years of 10,000 a second.
+TAG_COUNTER_BITS = 40
+TAG_SERIES_BITS = 23
+
+# Calibration keeps an expert's tokens back until they fill such a chunk, so that sums do not depend on how they came.
+CALIBRATION_CHUNK_TOKENS = 1024

@@ -82,6 +82,12 @@ class OutputError(UsageError):
     code = "MEMOPT_OUTPUT"
 
 
+class PageError(MemoptError):
+    """Who holds which KV page was told wrong: a page freed twice, shared or queried by somebody who does not hold it."""
+
+    code = "MEMOPT_PAGE"
+
+
 class ContentError(MemoptError):
     """Bytes are not what they must be: a digest, a size, a value."""
 
@@ -149,6 +155,12 @@ class NetworkError(MemoptIOError):
     """The Hub could not be reached or broke off."""
 
     code = "MEMOPT_NETWORK"
+
+
+class PeerError(MemoptIOError):
+    """Another process of the same service, a rank or a stage, ended or does not answer."""
+
+    code = "MEMOPT_PEER"
 
 
 class InterruptedRunError(MemoptIOError):
@@ -231,6 +243,24 @@ class PolicyFileError(MalformedError):
     code = "MEMOPT_POLICY_FILE"
 
 
+class HandOverError(MalformedError):
+    """What the prefill stage hands over breaks its format, or is of another model or another kind of pages."""
+
+    code = "MEMOPT_HAND_OVER"
+
+
+class DataFileError(MalformedError):
+    """Text or token ids for calibration or evaluation are empty, too short or wrongly encoded."""
+
+    code = "MEMOPT_DATA"
+
+
+class QualityFileError(MalformedError):
+    """quality.json breaks its format."""
+
+    code = "MEMOPT_QUALITY_FILE"
+
+
 class SignatureError(MemoptError):
     """A signature does not hold, is missing, or is by a key that is not trusted."""
 
@@ -249,6 +279,13 @@ class PolicyError(MemoptError):
     """The trust policy forbids this release: expired, rolled back, revoked, another model, code."""
 
     code = "MEMOPT_POLICY"
+    exit_code = ExitCode.POLICY
+
+
+class QualityGateError(MemoptError):
+    """A release's measured quality is outside its recipe's gate: it must not be signed."""
+
+    code = "MEMOPT_QUALITY_GATE"
     exit_code = ExitCode.POLICY
 
 

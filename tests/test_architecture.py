@@ -26,7 +26,12 @@ MAY_IMPORT = {
 # The torch implementations; everything else in memopt starts without it.
 TORCH_MODULES = ("_reference", "_device", "_triton")
 # Everything in these needs torch.
-TORCH_PACKAGES = tuple(f"memopt.kernels.{name}" for name in ("attention", "calibration", "device", "gemm", "kv_cache"))
+TORCH_PACKAGES = (
+    *(f"memopt.kernels.{name}" for name in ("attention", "calibration", "device", "gemm", "kv_cache")),
+    "memopt.compressor.calibrate",
+    "memopt.compressor.evaluate",
+    "memopt.runtime",
+)
 NEVER = {"transformers", "compressed_tensors", "pickle", "marshal", "shelve", "dill", "joblib", "vllm", "sglang"}
 
 
@@ -120,9 +125,7 @@ def test_there_is_no_circle() -> None:
 
 @pytest.mark.parametrize("module", ALL)
 def test_torch_waits_until_it_is_needed(module: str) -> None:
-    if folder_of(module) == "kernels" and (module.endswith(TORCH_MODULES) or in_torch_package(module)):
-        return
-    if folder_of(module) == "runtime":
+    if in_torch_package(module) or (folder_of(module) == "kernels" and module.endswith(TORCH_MODULES)):
         return
     top = {name.split(".")[0] for name in imports(module, only_at_start=True)}
     assert not top & {"torch", "triton"}, module

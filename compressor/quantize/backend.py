@@ -41,6 +41,7 @@ class QuantizeBackend(Protocol):
         block_scale: npt.NDArray[np.float32] | None,
         block: tuple[int, int] | None,
         spec: Int4Spec,
+        importance: npt.NDArray[np.float32] | None = None,
     ) -> Int4Rows[npt.NDArray]: ...
 
 
@@ -56,8 +57,9 @@ class CpuBackend:
         block_scale: npt.NDArray[np.float32] | None,
         block: tuple[int, int] | None,
         spec: Int4Spec,
+        importance: npt.NDArray[np.float32] | None = None,
     ) -> Int4Rows[npt.NDArray]:
-        return cpu.quantize_int4(weight, block_scale, block, spec)
+        return cpu.quantize_int4(weight, block_scale, block, spec, importance)
 
 
 class TorchBackend:
@@ -74,11 +76,12 @@ class TorchBackend:
         block_scale: npt.NDArray[np.float32] | None,
         block: tuple[int, int] | None,
         spec: Int4Spec,
+        importance: npt.NDArray[np.float32] | None = None,
     ) -> Int4Rows[npt.NDArray]:
         import torch
 
         try:
-            return self._quantize(weight, block_scale, block, spec)
+            return self._quantize(weight, block_scale, block, spec, importance)
         except torch.OutOfMemoryError as problem:
             raise MemoptIOError(
                 f"the {self.name} device has no memory left to round {weight.nbytes:,} bytes of weights"
@@ -92,6 +95,7 @@ class TorchBackend:
         block_scale: npt.NDArray[np.float32] | None,
         block: tuple[int, int] | None,
         spec: Int4Spec,
+        importance: npt.NDArray[np.float32] | None = None,
     ) -> Int4Rows[npt.NDArray]:
         import torch
 
@@ -100,7 +104,8 @@ class TorchBackend:
         if weight.dtype != np.uint8:
             source = source.view(torch.bfloat16)
         scale = None if block_scale is None else torch.from_numpy(block_scale).to(self.name)
-        rows = device_kernel(self.name)(source.to(self.name), scale, block, spec)
+        weighting = None if importance is None else torch.from_numpy(importance).to(self.name)
+        rows = device_kernel(self.name)(source.to(self.name), scale, block, spec, weighting)
         return Int4Rows(
             rows.packed.cpu().numpy(),
             rows.scale_bits.cpu().numpy().view(np.uint16),

@@ -30,15 +30,19 @@ def require_positions(positions: Tensor, block_table: Tensor, query: Tensor, num
     if positions.is_cuda:
         return
     capacity = block_table.shape[1] * PAGE_TOKENS
-    for request, row in enumerate(positions):
-        chosen = row[row >= 0]
-        if bool((chosen >= capacity).any()):
-            raise UsageError(
-                f"request {request} selects position {int(chosen.max())}, but its block table of "
-                f"{block_table.shape[1]} pages ends at {capacity}",
-                remedy="select among the request's own tokens",
-            )
-        _refuse_pages(request, block_table[request], (chosen // PAGE_TOKENS).unique(), num_pages)
+    is_past = positions >= capacity
+    if bool(is_past.any()):
+        request = int(is_past.any(dim=1).to(torch.uint8).argmax())
+        raise UsageError(
+            f"request {request} selects position {int(positions[request].max())}, but its block table of "
+            f"{block_table.shape[1]} pages ends at {capacity}",
+            remedy="select among the request's own tokens",
+        )
+    is_used = torch.zeros((block_table.shape[0], block_table.shape[1] + 1), dtype=torch.bool)
+    # Where nothing is selected, the column behind the table.
+    pages = torch.where(positions < 0, block_table.shape[1], positions // PAGE_TOKENS)
+    is_used.scatter_(1, pages.to(torch.int64), True)
+    _refuse_pages(block_table, is_used[:, :-1], num_pages)
 
 
 def require_pages(block_table: Tensor, num_tokens: Tensor, num_pages: int) -> None:
@@ -54,17 +58,18 @@ def require_pages(block_table: Tensor, num_tokens: Tensor, num_pages: int) -> No
                 f"request {request} has {count} tokens, but its block table holds 0 to {capacity}",
                 remedy=f"give the table a page for every {PAGE_TOKENS} tokens",
             )
-        _refuse_pages(request, block_table[request], torch.arange(-(-count // PAGE_TOKENS)), num_pages)
+    first_tokens = torch.arange(0, capacity, PAGE_TOKENS, dtype=num_tokens.dtype)
+    _refuse_pages(block_table, first_tokens < num_tokens[:, None], num_pages)
 
 
-def _refuse_pages(request: int, pages: Tensor, used: Tensor, num_pages: int) -> None:
-    """UsageError when one of `pages` [max_pages] at the indices `used` is not in the pool."""
-    ids = pages[used]
-    is_bad = (ids < 0) | (ids >= num_pages)
+def _refuse_pages(block_table: Tensor, is_used: Tensor, num_pages: int) -> None:
+    """UsageError when a page of `block_table` [B, max_pages] that is used, bool [B, max_pages], is not in the pool."""
+    is_bad = is_used & ((block_table < 0) | (block_table >= num_pages))
     if bool(is_bad.any()):
-        first = int(is_bad.to(torch.uint8).argmax())
+        request, place = is_bad.nonzero()[0].tolist()
         raise UsageError(
-            f"page {int(used[first])} of request {request} is {int(ids[first])}, but the pool has {num_pages} pages",
+            f"page {place} of request {request} is {int(block_table[request, place])}, but the pool has {num_pages} "
+            "pages",
             remedy="run verify_page_tags on the table before attention reads it",
         )
 

@@ -1,15 +1,13 @@
-"""MLA decode on the CPU, dense and over selected tokens: float32 math on dequantized tiles, a request at a time."""
+"""MLA decode on the CPU, dense and over selected tokens: float32 math on dequantized tiles."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from memopt.kernels.attention.attention_output import AttentionOutput
-from memopt.kernels.attention.mla_requests import AttendRequest, attend_requests, dense_slots, selected_slots
-from memopt.kernels.attention.softmax_cpu import TILE_TOKENS, attend_tiles
+from memopt.kernels.attention.attention_output import AttentionOutput, new_output
+from memopt.kernels.attention.row_slots_cpu import dense_row_slots, selected_row_slots
+from memopt.kernels.attention.softmax_cpu import RowSlots, attend_rows
 from memopt.kernels.kv_cache.kv_load import read_mla_tokens
 from memopt.kernels.kv_formats import KvFormat
 from memopt.kernels.layout import MLA_LATENT_SIZE
@@ -29,9 +27,8 @@ def mla_decode(
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
     """Arguments as for `mla_decode.mla_decode`; tiles are fixed, so `num_splits` changes nothing."""
-    slots = dense_slots(block_table, num_tokens)
-    attend = _attention(pool, kv_format, scale, softmax_scale)
-    return attend_requests(query_latent, query_rope, slots, attend, torch.float32, out)
+    rows = dense_row_slots(block_table, num_tokens)
+    return _attend(query_latent, query_rope, rows, pool, kv_format, scale, softmax_scale, out)
 
 
 def sparse_mla_decode(
@@ -48,19 +45,27 @@ def sparse_mla_decode(
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
     """Arguments as for `mla_decode.sparse_mla_decode`."""
-    slots = selected_slots(block_table, positions)
-    attend = _attention(pool, kv_format, scale, softmax_scale)
-    return attend_requests(query_latent, query_rope, slots, attend, torch.float32, out)
+    rows = selected_row_slots(block_table, positions)
+    return _attend(query_latent, query_rope, rows, pool, kv_format, scale, softmax_scale, out)
 
 
-def _attention(pool: Tensor, kv_format: KvFormat, scale: Tensor | None, softmax_scale: float) -> AttendRequest:
-    def attend(query: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return attend_tiles(query, _tiles(pool, slots, kv_format, scale), MLA_LATENT_SIZE, softmax_scale)
+def _attend(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    rows: RowSlots,
+    pool: Tensor,
+    kv_format: KvFormat,
+    scale: Tensor | None,
+    softmax_scale: float,
+    out: AttentionOutput | None,
+) -> AttentionOutput:
+    def read_slots(slots: Tensor) -> tuple[Tensor, Tensor]:
+        keys = read_mla_tokens(pool, slots, kv_format, scale)[:, None]
+        return keys, keys[..., :MLA_LATENT_SIZE]
 
-    return attend
-
-
-def _tiles(pool: Tensor, slots: Tensor, kv_format: KvFormat, scale: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    for first in range(0, slots.shape[0], TILE_TOKENS):
-        keys = read_mla_tokens(pool, slots[first : first + TILE_TOKENS], kv_format, scale)
-        yield keys, keys[:, :MLA_LATENT_SIZE]
+    result = new_output(query_latent, MLA_LATENT_SIZE) if out is None else out
+    query = torch.cat((query_latent, query_rope), dim=2)[:, None].to(torch.float32)
+    output, log_sum_exp = attend_rows(query, rows, read_slots, MLA_LATENT_SIZE, softmax_scale)
+    result.output.copy_(output[:, 0])
+    result.log_sum_exp.copy_(log_sum_exp[:, 0])
+    return result

@@ -6,25 +6,35 @@ solved in blocks on the chip (one launch for all experts), and what a block leav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from memopt.errors import AlignmentError, ContentError, NonFiniteError, UsageError
+from memopt.errors import AlignmentError, ContentError, NonFiniteError, ShapeError, UsageError
 from memopt.kernels.calibration.float32_matmul import ieee_float32_matmul
 from memopt.kernels.calibration.gptq_block_cpu import gptq_block_cpu
-from memopt.kernels.calibration.gptq_factor import factorize_hessian
+from memopt.kernels.calibration.gptq_factor import GptqFactors, factorize_hessians
 from memopt.kernels.calibration.gptq_options import GptqOptions, GptqResult
 from memopt.kernels.device.tensor_checks import require_tensor
 from memopt.kernels.layout import INT4_CODE_MAX, INT4_CODE_MIN
 
 
-def gptq_solve(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOptions | None = None) -> GptqResult:
+def gptq_solve(
+    weight: Tensor,
+    hessian: Tensor,
+    scale: Tensor,
+    options: GptqOptions | None = None,
+    *,
+    factors: GptqFactors | None = None,
+) -> GptqResult:
     """INT4 codes of `weight` that keep the layer's output near, given its inputs' Hessian and fixed scales.
 
     `weight` float32 [E, R, K]; `hessian` float32 [E, K, K], symmetric, sums of x^T x with any positive factor (zeros
     for an expert without tokens: its codes are plain rounding); `scale` bfloat16 [E, R, G], one scale for K / G
     weights of a row, negative ones too. A code is clamp(round_half_even(w / scale), -8, 7), divided truly.
-    Inputs are not changed. Working memory: up to 20 bytes a weight, 8 bytes for each element of each Hessian, and 32
+    Inputs are not changed. `factors`: those of `hessian` with these options (and with roots for `keep_better`), where
+    the caller has them: scales may be chosen by them (`GptqFactors.importance`). Working memory: up to 20 bytes a weight, 8 bytes for each element of each Hessian, and 32
     bytes for each element of one Hessian.
     Codes are the same from run to run on one device with one set of libraries; between devices they may differ where
     a corrected weight lies within float32 rounding of a tie.
@@ -36,21 +46,11 @@ def gptq_solve(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOpti
     num_experts, num_rows, num_columns = weight.shape
     if weight.numel() == 0:
         return _nothing(weight, options)
-    order = torch.empty(num_experts, num_columns, dtype=torch.int64, device=weight.device)
-    upper = torch.empty_like(hessian)
-    roots: list[Tensor] = []
-    damping = torch.empty(num_experts, dtype=torch.float64)
-    num_dead = torch.empty(num_experts, dtype=torch.int64)
-    for e in range(num_experts):
-        factor = factorize_hessian(hessian[e], options, expert=e)
-        order[e], upper[e], damping[e], num_dead[e] = (
-            factor.order,
-            factor.upper,
-            factor.damping,
-            factor.num_dead_columns,
-        )
-        if options.keep_better:
-            roots.append(factor.root)
+    if factors is not None:
+        _check_factors(factors, hessian, options)
+    if factors is None:
+        factors = factorize_hessians(hessian, options, with_roots=options.keep_better)
+    order = factors.order
     steps = order[:, :, None].expand(num_experts, num_columns, num_rows)
     # Columns first and in their order of solving: a column of a block is then one run of memory.
     columns = weight.mT.gather(1, steps)
@@ -60,9 +60,8 @@ def gptq_solve(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOpti
         plain_codes, plain_loss = None, None
         if options.keep_better:
             plain_codes = _round_plain(columns, scales, groups)
-            plain_loss = _loss(columns, plain_codes, scales, groups, roots, options.block_columns)
-        roots.clear()
-        codes, loss = _solve(columns, upper, scales, groups, options.block_columns)
+            plain_loss = _loss(columns, plain_codes, scales, groups, factors.roots, options.block_columns)
+        codes, loss = _solve(columns, factors.upper, scales, groups, options.block_columns)
     num_plain_rows = torch.zeros(num_experts, dtype=torch.int64, device=weight.device)
     if plain_codes is not None and plain_loss is not None:
         is_plain = plain_loss < loss
@@ -70,7 +69,7 @@ def gptq_solve(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOpti
         loss = torch.minimum(loss, plain_loss)
         num_plain_rows = is_plain.sum(dim=1)
     in_place = torch.empty_like(codes).scatter_(1, steps, codes)
-    return GptqResult(in_place.mT.contiguous(), loss, plain_loss, num_plain_rows, damping, num_dead)
+    return GptqResult(in_place.mT.contiguous(), loss, plain_loss, num_plain_rows, factors.damping, factors.num_dead_columns)
 
 
 def _check(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOptions) -> None:
@@ -100,6 +99,15 @@ def _check(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOptions)
             f"a scale of expert {int(is_zero.to(torch.uint8).argmax())} is zero",
             tensor="scale",
             remedy="a group of zeros has scale 1 (int4_reference.search_scale)",
+        )
+
+
+def _check_factors(factors: GptqFactors, hessian: Tensor, options: GptqOptions) -> None:
+    if factors.upper.shape != hessian.shape or (options.keep_better and len(factors.roots) != hessian.shape[0]):
+        raise ShapeError(
+            f"the factors are {list(factors.upper.shape)} with {len(factors.roots)} roots, but Hessians "
+            f"{list(hessian.shape)} were given",
+            remedy="factorize these Hessians, with roots for keep_better",
         )
 
 
@@ -152,7 +160,7 @@ def _round_plain(columns: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
 
 
 def _loss(
-    columns: Tensor, codes: Tensor, scales: Tensor, groups: Tensor, roots: list[Tensor], block_columns: int
+    columns: Tensor, codes: Tensor, scales: Tensor, groups: Tensor, roots: Sequence[Tensor], block_columns: int
 ) -> Tensor:
     """(w - q) H (w - q)^T [E, R] as |(w - q) M|**2, block by block of the upper triangular M."""
     difference = columns - codes * _column_scales(scales, groups)

@@ -27,6 +27,10 @@ DAMPING_FACTOR = 10.0
 SOLVED_SIZE = 256
 
 
+class NotPositiveDefiniteError(ContentError):
+    """A Hessian that even MAX_DAMPING does not make positive definite."""
+
+
 @dataclass(frozen=True)
 class GptqFactor:
     """Of one Hessian [K, K], its columns in `order` (int64 [K]; step -> column).
@@ -49,7 +53,7 @@ def factorize_hessian(hessian: Tensor, options: GptqOptions, *, expert: int = 0)
     A column with a zero on the diagonal gets the mean of the others there (1 if there is none): it depends on no other,
     so that it is rounded to nearest. Damping is a share of the same mean: a Hessian may have any positive factor.
     Raises ContentError, naming `expert`, for a Hessian that is not symmetric (Cholesky would read one triangle and say
-    nothing), and when even MAX_DAMPING does not make it positive definite.
+    nothing), and NotPositiveDefiniteError, one of these, when even MAX_DAMPING does not make it positive definite.
     """
     diagonal = hessian.diagonal().to(torch.float64)
     is_dead = diagonal == 0
@@ -77,7 +81,7 @@ def factorize_hessian(hessian: Tensor, options: GptqOptions, *, expert: int = 0)
         if int(info) == 0:
             break
         if damping * DAMPING_FACTOR > MAX_DAMPING:
-            raise ContentError(
+            raise NotPositiveDefiniteError(
                 f"the Hessian of expert {expert}, {list(hessian.shape)}, is not positive definite, even with "
                 f"{damping:g} of its mean diagonal added",
                 remedy="it must be a sum of x^T x over tokens: check that it was not overwritten",
@@ -92,6 +96,71 @@ def factorize_hessian(hessian: Tensor, options: GptqOptions, *, expert: int = 0)
         damping=damping,
         num_dead_columns=num_dead,
     )
+
+
+@dataclass(frozen=True)
+class GptqFactors:
+    """Factors of E Hessians [E, K, K], stacked: `upper` float32 [E, K, K], `order` int64 [E, K].
+
+    `roots`: one float32 [K, K] an expert, where they were asked for. `damping` float64 [E] and `num_dead_columns`
+    int64 [E] lie on the CPU. Fields as in `GptqFactor`.
+    """
+
+    upper: Tensor
+    order: Tensor
+    roots: tuple[Tensor, ...]
+    damping: Tensor
+    num_dead_columns: Tensor
+
+    @property
+    def importance(self) -> Tensor:
+        """float32 [E, K], largest 1: what a column's squared rounding error costs in a solve, in the weight's order.
+
+        With (w - q) = e U the loss is e e^T, and e_j = (v_j - q_j) / U_jj for the corrected weight v_j that is rounded
+        at column j's turn: so its squared error counts 1 / U_jj**2, the variance that the columns behind it leave.
+        """
+        # In float64: the square of a float32 may leave its range.
+        cost = self.upper.diagonal(dim1=1, dim2=2).to(torch.float64).square().reciprocal()
+        in_place = torch.empty_like(cost).scatter_(1, self.order, cost)
+        return scale_to_one(in_place)
+
+
+def scale_to_one(importance: Tensor) -> Tensor:
+    """float32 [E, K] of positive float64 [E, K], the largest of each expert 1, none below the smallest normal number."""
+    largest = importance.amax(dim=1, keepdim=True)
+    return (importance / largest).to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def factorize_hessians(hessian: Tensor, options: GptqOptions, *, with_roots: bool) -> GptqFactors:
+    """`factorize_hessian` of each of `hessian` [E, K, K]; errors as there."""
+    num_experts, num_columns, _ = hessian.shape
+    order = torch.empty(num_experts, num_columns, dtype=torch.int64, device=hessian.device)
+    upper = torch.empty_like(hessian)
+    roots: list[Tensor] = []
+    damping = torch.empty(num_experts, dtype=torch.float64)
+    num_dead = torch.empty(num_experts, dtype=torch.int64)
+    for e in range(num_experts):
+        factor = factorize_hessian(hessian[e], options, expert=e)
+        order[e], upper[e] = factor.order, factor.upper
+        damping[e], num_dead[e] = factor.damping, factor.num_dead_columns
+        if with_roots:
+            roots.append(factor.root)
+    return GptqFactors(upper, order, tuple(roots), damping, num_dead)
+
+
+def damp_hessian(hessian: Tensor, damping: Tensor) -> Tensor:
+    """float32 [E, K, K]: what `factorize_hessian` factorizes, in the weight's order.
+
+    `damping` (float64 [E]) of the mean live diagonal is added to the diagonal, and the mean itself to dead columns.
+    """
+    diagonal = hessian.diagonal(dim1=1, dim2=2).to(torch.float64)
+    is_dead = diagonal == 0
+    num_live = (~is_dead).sum(dim=1)
+    mean = torch.where(num_live > 0, diagonal.sum(dim=1) / num_live.clamp(min=1), 1.0)
+    damped = hessian.clone()
+    added = (is_dead + damping.to(hessian.device)[:, None]) * mean[:, None]
+    damped.diagonal(dim1=1, dim2=2).copy_(diagonal + added)
+    return damped
 
 
 def invert_upper(matrix: Tensor) -> Tensor:

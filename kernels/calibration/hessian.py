@@ -55,11 +55,18 @@ def as_experts(hessian: Tensor, tokens: Tensor, expert_offsets: Tensor | None) -
     if num_experts < 0:
         raise ShapeError("expert_offsets is empty, but E + 1 numbers are needed", remedy="pass [0] for no experts")
     require_tensor("hessian", hessian, (num_experts, size, size), torch.float32, like=tokens)
-    ends = expert_offsets.tolist()
+    checked_ends(expert_offsets, num_tokens, num_experts)
+    return hessian, expert_offsets
+
+
+def checked_ends(expert_offsets: Tensor, num_tokens: int, num_experts: int) -> list[int]:
+    """`expert_offsets`, int64 [E + 1], as numbers. ShapeError for another shape, UsageError unless they cover all."""
+    require_tensor("expert_offsets", expert_offsets, (num_experts + 1,), torch.int64)
+    ends: list[int] = expert_offsets.tolist()
     if ends[0] != 0 or ends[-1] != num_tokens or any(a > b for a, b in itertools.pairwise(ends)):
         raise UsageError(
             f"expert_offsets go from {ends[0]} to {ends[-1]} for {num_tokens} tokens"
             + ("" if ends == sorted(ends) else ", and not upwards"),
             remedy="they must rise from 0 to the number of tokens: torch.cumsum of the counts, with 0 in front",
         )
-    return hessian, expert_offsets
+    return ends

@@ -43,7 +43,8 @@ def int4_gemm(x: Tensor, weight: AnyInt4Weight, out: Tensor | None = None) -> Te
     Made for decode, M up to 16. More tokens are multiplied 16 at a time, each time over all the weight: right, but
     prefill is better served by a BF16 GEMM on dequantized weights. A weight on a GPU must be a PlanarWeight; on the
     CPU any form will do, TorchInt4Weight is the fastest and PlanarWeight is multiplied by the reference. `out` [M, N]
-    is filled and returned if given. On a GPU a token's result does not depend on the other tokens.
+    is filled and returned if given. On a GPU, and for float32 x unless the form is TorchInt4Weight, a token's result
+    does not depend on the other tokens.
     Raises ShapeError for shapes, types, strides or devices that do not fit, UsageError for a form without a kernel.
     """
     check_form(x, weight, num_experts=None)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from memopt.kernels.gemm.int4_weight import Int4Weight
 from memopt.kernels.gemm.planar import PlanarWeight, checkpoint_weight
+from memopt.kernels.gemm.row_tiles import tiled_matmul
 from memopt.kernels.int4_reference import unpack_int4
 from memopt.kernels.number_reference import bf16_value
 
@@ -22,4 +23,4 @@ def weight_values(weight: Int4Weight | PlanarWeight) -> Tensor:
 
 def int4_gemm_reference(x: Tensor, weight: Int4Weight | PlanarWeight, out: Tensor) -> Tensor:
     """out [M, N] = x [M, K] @ weight.T: float32 products and sums, rounded once to the type of `out`."""
-    return out.copy_(x.to(torch.float32) @ weight_values(weight).T)
+    return out.copy_(tiled_matmul(x.to(torch.float32), weight_values(weight)))

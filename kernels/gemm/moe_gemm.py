@@ -26,7 +26,8 @@ def moe_gemm(
     x [T, H] BF16 (on the CPU float32 as well). `gate_up` is a stack of [2 * I, H] (gate's rows first), `down` one of
     [H, I]: PlanarWeight on a GPU, any form on the CPU. `expert_ids` int32 or int64 [T, top_k]: an id outside
     0..E - 1 is an expert of another rank and adds nothing. `expert_weights` float32 [T, top_k]. Sums are float32, the
-    hidden values are rounded to BF16, and choices are added in their order: equal input gives equal bytes.
+    hidden values are rounded to x's type, and choices are added in their order: equal input gives equal bytes. For
+    float32 x a token's result does not depend on the other tokens, unless the form is TorchInt4Weight.
     Shared experts and the sum over ranks are the caller's. `out` [T, H] is filled and returned if given.
     Raises ShapeError for shapes, types, strides or devices that do not fit, UsageError for a form without a kernel.
     """

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memopt.errors import AlignmentError, ShapeError
+from memopt.errors import AlignmentError, ShapeError, UnsupportedError
 from memopt.kernels.device.tensor_checks import require_tensor
-from memopt.kernels.kv_formats import KvFormat
+from memopt.kernels.kv_formats import BF16, FP32, KvFormat
 from memopt.kernels.layout import (
     DS_MLA_NUM_SCALES,
     DS_MLA_ROPE_OFFSET_BYTES,
     DS_MLA_SCALES_OFFSET_BYTES,
     INDEXER_KEY_SIZE,
     INDEXER_PAGE_BYTES,
+    INDEXER_PAGE_ELEMENTS,
     INDEXER_PAGE_SCALES_OFFSET_BYTES,
     MLA_LATENT_SIZE,
     MLA_ROPE_SIZE,
@@ -46,25 +47,29 @@ class IndexerViews:
 
 
 def pool_dtype(kv_format: KvFormat) -> torch.dtype:
-    """bfloat16, or uint8 for the formats of e4m3 bytes."""
-    return torch.bfloat16 if kv_format.value_bytes == torch.bfloat16.itemsize else torch.uint8
+    """bfloat16, uint8 for the formats of e4m3 bytes, float32 for the reference format."""
+    return {BF16.name: torch.bfloat16, FP32.name: torch.float32}.get(kv_format.name, torch.uint8)
 
 
 def new_mla_pool(kv_format: KvFormat, num_pages: int, device: torch.device | str = "cpu") -> Tensor:
-    """A zeroed MLA pool: bfloat16 [P, 64, 576], or uint8 [P, 64, 576] (fp8_e4m3) or [P, 64, 656] (fp8_ds_mla)."""
+    """A zeroed MLA pool [P, 64, .]: 576 of bfloat16, uint8 (fp8_e4m3) or float32 (fp32), or 656 uint8 (fp8_ds_mla)."""
     return torch.zeros((num_pages, *kv_format.mla_page_shape), dtype=pool_dtype(kv_format), device=device)
 
 
 def new_gqa_pool(
     kv_format: KvFormat, num_pages: int, num_kv_heads: int, head_dim: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A zeroed pool for K, or for V: bfloat16 or uint8 [P, 64, kv_heads, head_dim]."""
+    """A zeroed pool for K, or for V: bfloat16, uint8 or float32 [P, 64, kv_heads, head_dim]."""
     shape = (num_pages, *kv_format.gqa_page_shape(num_kv_heads, head_dim))
     return torch.zeros(shape, dtype=pool_dtype(kv_format), device=device)
 
 
-def new_indexer_pool(num_pages: int, device: torch.device | str = "cpu") -> Tensor:
-    """A zeroed indexer pool: uint8 [P, 64 * 132]."""
+def new_indexer_pool(
+    num_pages: int, device: torch.device | str = "cpu", *, kv_format: KvFormat | None = None
+) -> Tensor:
+    """A zeroed indexer pool: uint8 [P, 64 * 132], or float32 [P, 64 * 128] beside pools of the reference format."""
+    if kv_format is not None and kv_format.is_reference:
+        return torch.zeros((num_pages, INDEXER_PAGE_ELEMENTS), dtype=torch.float32, device=device)
     return torch.zeros((num_pages, INDEXER_PAGE_BYTES), dtype=torch.uint8, device=device)
 
 
@@ -82,7 +87,20 @@ def require_gqa_pool(
 
 def require_indexer_pool(pool: Tensor, *, like: Tensor | None = None) -> None:
     """ShapeError or AlignmentError unless `pool` is an indexer pool, on the device of `like`."""
-    _require_pool("the indexer pool", pool, (INDEXER_PAGE_BYTES,), torch.uint8, like)
+    if is_float_indexer_pool(pool):
+        _require_pool("the indexer pool", pool, (INDEXER_PAGE_ELEMENTS,), torch.float32, like)
+    else:
+        _require_pool("the indexer pool", pool, (INDEXER_PAGE_BYTES,), torch.uint8, like)
+
+
+def is_float_indexer_pool(pool: Tensor) -> bool:
+    """Whether an indexer pool belongs to the reference format: float32 [P, 64 * 128], keys as they were computed."""
+    return pool.dtype == torch.float32
+
+
+def float_indexer_keys(pool: Tensor) -> Tensor:
+    """The keys float32 [P, 64, 128] of such a pool; writing to the view writes to the pool."""
+    return pool.view(-1, PAGE_TOKENS, INDEXER_KEY_SIZE)
 
 
 def require_mla_scale(scale: Tensor | None, kv_format: KvFormat, *, like: Tensor) -> None:
@@ -119,6 +137,11 @@ def _require_pool(
     name: str, pool: Tensor, page_shape: tuple[int, ...], dtype: torch.dtype, like: Tensor | None
 ) -> None:
     require_tensor(name, pool, (None, *page_shape), dtype, like=like, contiguous=False)
+    if dtype == torch.float32 and pool.is_cuda:
+        raise UnsupportedError(
+            f"{name} {list(pool.shape)} is float32 on {pool.device}, but the reference format has no GPU kernels",
+            remedy="use bf16, or the CPU",
+        )
     if pool.shape[0] == 0:
         raise ShapeError(f"{name} {list(pool.shape)} has no pages")
     if not pool[0].is_contiguous() or pool.stride(0) < pool[0].numel():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memopt.kernels.kv_cache.kv_format import ds_mla_views
+from memopt.kernels.kv_cache.kv_format import ds_mla_views, float_indexer_keys, is_float_indexer_pool
 from memopt.kernels.kv_cache.kv_offsets import ds_mla_offsets, flat_bytes, indexer_offsets, row_offsets
 from memopt.kernels.kv_cache.kv_rows_entry import load_grouped_entry, load_scaled_entry
 from memopt.kernels.kv_cache.kv_slots import places
@@ -25,18 +25,20 @@ def read_mla_tokens(pool: Tensor, slots: Tensor, kv_format: KvFormat, scale: Ten
             flat.numpy(), flat.view(torch.float32).numpy(), offsets.codes.numpy(), offsets.scales.numpy(),
             DS_MLA_SCALE_GROUP, DS_MLA_NUM_SCALES, tokens.numpy(),
         )  # fmt: skip
-        tokens[:, MLA_LATENT_SIZE:] = _bf16_rows(ds_mla_views(pool).rope, slots)
+        tokens[:, MLA_LATENT_SIZE:] = _plain_rows(ds_mla_views(pool).rope, slots)
         return tokens
-    return _bf16_rows(pool, slots) if scale is None else _scaled_rows(pool, slots, scale.view(1))
+    return _plain_rows(pool, slots) if scale is None else _scaled_rows(pool, slots, scale.view(1))
 
 
 def read_gqa_tokens(pool: Tensor, slots: Tensor, kv_format: KvFormat, scale: Tensor | None = None) -> Tensor:
     """float32 [T, kv_heads, head_dim] of tokens in a pool of K or V; arguments as for `kv_load.read_gqa_tokens`."""
-    return _bf16_rows(pool, slots) if scale is None else _scaled_rows(pool, slots, scale)
+    return _plain_rows(pool, slots) if scale is None else _scaled_rows(pool, slots, scale)
 
 
 def read_indexer_keys(pool: Tensor, slots: Tensor) -> Tensor:
     """float32 [T, 128] of keys in an indexer pool; arguments as for `kv_load.read_indexer_keys`."""
+    if is_float_indexer_pool(pool):
+        return _plain_rows(float_indexer_keys(pool), slots)
     keys, flat, offsets = torch.empty(slots.shape[0], INDEXER_KEY_SIZE), flat_bytes(pool), indexer_offsets(pool, slots)
     load_grouped_entry()(
         flat.numpy(), flat.view(torch.float32).numpy(), offsets.codes.numpy(), offsets.scales.numpy(),
@@ -45,9 +47,14 @@ def read_indexer_keys(pool: Tensor, slots: Tensor) -> Tensor:
     return keys
 
 
-def _bf16_rows(rows: Tensor, slots: Tensor) -> Tensor:
-    tokens = rows[places(slots.clamp(min=0))].to(torch.float32)
-    return tokens.masked_fill_((slots < 0).view(-1, *([1] * (tokens.ndim - 1))), 0.0)
+def _plain_rows(rows: Tensor, slots: Tensor) -> Tensor:
+    """`rows`: the tokens' rows in a pool, bfloat16 or float32 [P, 64, ...]."""
+    at = slots.clamp(min=0)
+    # index_select copies whole rows at once, but of evenly spaced ones only.
+    found = rows.flatten(0, 1).index_select(0, at) if rows.is_contiguous() else rows[places(at)]
+    tokens = found.to(torch.float32)
+    tokens[slots < 0] = 0.0
+    return tokens
 
 
 def _scaled_rows(pool: Tensor, slots: Tensor, scales: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memopt.kernels.kv_cache.kv_format import ds_mla_views, indexer_views
+from memopt.kernels.kv_cache.kv_format import ds_mla_views, float_indexer_keys, indexer_views, is_float_indexer_pool
 from memopt.kernels.kv_cache.kv_slots import places
 from memopt.kernels.kv_formats import FP8_DS_MLA, KvFormat
 from memopt.kernels.layout import DS_MLA_SCALE_GROUP
@@ -32,8 +32,12 @@ def read_gqa_tokens(pool: Tensor, slots: Tensor, kv_format: KvFormat, scale: Ten
 
 def read_indexer_keys(pool: Tensor, slots: Tensor) -> Tensor:
     """float32 [T, 128] of keys in an indexer pool; arguments as for `kv_load.read_indexer_keys`."""
-    at, views = places(slots.clamp(min=0)), indexer_views(pool)
-    keys = _value(views.keys[at]) * views.scales[at][:, None]
+    at = places(slots.clamp(min=0))
+    if is_float_indexer_pool(pool):
+        keys = float_indexer_keys(pool)[at]
+    else:
+        views = indexer_views(pool)
+        keys = _value(views.keys[at]) * views.scales[at][:, None]
     return keys.masked_fill((slots < 0)[:, None], 0.0)
 
 

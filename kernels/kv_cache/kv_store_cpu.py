@@ -1,4 +1,4 @@
-"""Stores of new tokens into KV pages on the CPU: numba for the e4m3 formats, torch for BF16; bytes as the reference.
+"""Stores of new tokens into KV pages on the CPU: numba for the e4m3 formats, else torch; bytes as the reference.
 
 Slots are taken as checked (kv_slots.check_slots).
 """
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memopt.kernels.kv_cache.kv_format import float_indexer_keys, is_float_indexer_pool
 from memopt.kernels.kv_cache.kv_offsets import GroupOffsets, ds_mla_offsets, flat_bytes, indexer_offsets, row_offsets
 from memopt.kernels.kv_cache.kv_rows_entry import store_grouped_entry, store_scaled_entry
 from memopt.kernels.kv_cache.kv_slots import places
-from memopt.kernels.kv_cache.kv_store_reference import bf16_values
-from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, KvFormat
+from memopt.kernels.kv_cache.kv_store_reference import plain_values
+from memopt.kernels.kv_formats import FP8_DS_MLA, KvFormat
 from memopt.kernels.layout import (
     DS_MLA_MIN_SCALE,
     DS_MLA_ROPE_OFFSET_BYTES,
@@ -40,10 +41,10 @@ def mla_store(
         places_in_pool = ds_mla_offsets(pool, slots)
         _store_grouped(latent, DS_MLA_SCALE_GROUP, DS_MLA_MIN_SCALE, places_in_pool, pool, power_of_two=False)
         halves = pool.view(torch.bfloat16)[..., DS_MLA_ROPE_OFFSET_BYTES // torch.bfloat16.itemsize :]
-        _store_bf16(rope, halves, slots)
+        _store_plain(rope, halves, slots)
     elif scale is None:
-        _store_bf16(latent, pool[..., :MLA_LATENT_SIZE], slots)
-        _store_bf16(rope, pool[..., MLA_LATENT_SIZE:], slots)
+        _store_plain(latent, pool[..., :MLA_LATENT_SIZE], slots)
+        _store_plain(rope, pool[..., MLA_LATENT_SIZE:], slots)
     else:
         offsets = row_offsets(pool, slots)
         _store_scaled(latent, scale.view(1), offsets, pool)
@@ -63,22 +64,25 @@ def gqa_store(
 ) -> None:
     """Writes the keys and values of new tokens into their pools; arguments as for `kv_store.gqa_store`."""
     for values, pool, scale in ((key, key_pool, k_scale), (value, value_pool, v_scale)):
-        if kv_format is BF16 or scale is None:
-            _store_bf16(values, pool, slots)
+        if scale is None:
+            _store_plain(values, pool, slots)
         else:
             _store_scaled(values.flatten(1), scale, row_offsets(pool, slots), pool)
 
 
 def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | None = None) -> None:
     """Writes the indexer keys of new tokens into their pool; arguments as for `kv_store.indexer_store`."""
+    if is_float_indexer_pool(pool):
+        _store_plain(key, float_indexer_keys(pool), slots)
+        return
     offsets = indexer_offsets(pool, slots)
     _store_grouped(key, INDEXER_KEY_SIZE, INDEXER_MIN_SCALE, offsets, pool, power_of_two=True)
 
 
-def _store_bf16(values: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """`rows`: the tokens' rows in a pool, bfloat16 [P, 64, ...]."""
+def _store_plain(values: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """`rows`: the tokens' rows in a pool, bfloat16 or float32 [P, 64, ...]."""
     tokens = (slots >= 0).nonzero()[:, 0]
-    rows[places(slots[tokens])] = bf16_values(values[tokens])
+    rows[places(slots[tokens])] = plain_values(values[tokens], rows.dtype)
 
 
 def _store_scaled(values: Tensor, scales: Tensor, offsets: Tensor, pool: Tensor) -> None:

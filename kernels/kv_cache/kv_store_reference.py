@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memopt.kernels.kv_cache.kv_format import ds_mla_views, indexer_views
+from memopt.kernels.kv_cache.kv_format import ds_mla_views, float_indexer_keys, indexer_views, is_float_indexer_pool
 from memopt.kernels.kv_cache.kv_slots import places
-from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, KvFormat
+from memopt.kernels.kv_formats import FP8_DS_MLA, KvFormat
 from memopt.kernels.layout import (
     DS_MLA_MIN_SCALE,
     DS_MLA_SCALE_GROUP,
@@ -36,6 +36,11 @@ def bf16_values(values: Tensor) -> Tensor:
     if values.dtype == torch.bfloat16:
         return values
     return values.to(torch.bfloat16).masked_fill(torch.isnan(values), torch.nan)
+
+
+def plain_values(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a pool without scales of `dtype` stores of values: `bf16_values`, or float32 as it is."""
+    return values.to(torch.float32) if dtype == torch.float32 else bf16_values(values)
 
 
 def group_scales(values: Tensor, group: int, min_scale: float, *, power_of_two: bool) -> Tensor:
@@ -78,7 +83,7 @@ def mla_store(
         views.rope[pages, positions] = bf16_values(rope)
         return
     for values, columns in ((latent, slice(0, MLA_LATENT_SIZE)), (rope, slice(MLA_LATENT_SIZE, None))):
-        pool[pages, positions, columns] = _stored(values, kv_format, scale)
+        pool[pages, positions, columns] = _stored(values, pool, scale)
 
 
 def gqa_store(
@@ -95,13 +100,17 @@ def gqa_store(
     """Writes the keys and values of new tokens into their pools; arguments as for `kv_store.gqa_store`."""
     tokens, pages, positions = _written(slots, key_pool.shape[0], bad_slot)
     for values, pool, scale in ((key, key_pool, k_scale), (value, value_pool, v_scale)):
-        pool[pages, positions] = _stored(values[tokens], kv_format, None if scale is None else scale[:, None])
+        pool[pages, positions] = _stored(values[tokens], pool, None if scale is None else scale[:, None])
 
 
 def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | None = None) -> None:
     """Writes the indexer keys of new tokens into their pool; arguments as for `kv_store.indexer_store`."""
     tokens, pages, positions = _written(slots, pool.shape[0], bad_slot)
-    views, values = indexer_views(pool), key[tokens].to(torch.float32)
+    values = key[tokens].to(torch.float32)
+    if is_float_indexer_pool(pool):
+        float_indexer_keys(pool)[pages, positions] = values
+        return
+    views = indexer_views(pool)
     scales = group_scales(values, INDEXER_KEY_SIZE, INDEXER_MIN_SCALE, power_of_two=True)
     views.keys[pages, positions] = scale_codes(values, scales, INDEXER_KEY_SIZE)
     views.scales[pages, positions] = scales[:, 0]
@@ -111,9 +120,9 @@ def _groups(values: Tensor, group: int) -> Tensor:
     return values.reshape(values.shape[0], values.shape[1] // group, group)
 
 
-def _stored(values: Tensor, kv_format: KvFormat, scale: Tensor | None) -> Tensor:
-    if kv_format is BF16 or scale is None:
-        return bf16_values(values)
+def _stored(values: Tensor, pool: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is None:
+        return plain_values(values, pool.dtype)
     return e4m3_codes(values.to(torch.float32) / scale)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memopt.errors import ShapeError
 from memopt.kernels.device.tensor_checks import require_tensor
-from memopt.kernels.kv_cache import page_tags_reference
+from memopt.kernels.kv_cache import page_tags_cpu, page_tags_reference
 from memopt.kernels.kv_cache.page_tags_reference import PageTagCheck
 
 
@@ -51,4 +51,4 @@ def verify_page_tags(
         from memopt.kernels.kv_cache import page_tags_triton
 
         return page_tags_triton.verify_page_tags(block_table, num_pages, tags, expected, out)
-    return page_tags_reference.verify_page_tags(block_table, num_pages, tags, expected, out)
+    return page_tags_cpu.verify_page_tags(block_table, num_pages, tags, expected, out)

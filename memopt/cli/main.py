@@ -19,6 +19,7 @@ _COMMANDS = {
     "plan": "memopt.cli.plan",
     "compress": "memopt.cli.compress",
     "dequantize": "memopt.cli.dequantize",
+    "evaluate": "memopt.cli.evaluate",
     "shard": "memopt.cli.shard",
     "merge": "memopt.cli.merge",
     "keygen": "memopt.cli.keygen",
@@ -26,6 +27,7 @@ _COMMANDS = {
     "sign": "memopt.cli.sign",
     "verify": "memopt.cli.verify",
     "exec": "memopt.cli.exec",
+    "generate": "memopt.cli.generate",
     "push": "memopt.cli.push",
     "pull": "memopt.cli.pull",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -18,16 +19,19 @@ class PageTracker(Protocol):
         """Whether `check` finds anything: callers skip what only it needs."""
         ...
 
-    def on_allocate(self, page: int) -> int:
-        """A new tag for the page, in force before its first write; NO_TAG from a tracker that has none."""
+    def on_allocate(self, pages: Sequence[int]) -> Sequence[int]:
+        """A new tag for each page, in force before its first write; NO_TAG from a tracker that has none."""
         ...
 
     def tag_of(self, page: int) -> int:
-        """The tag that the page has now; waits for the device, so only for reports."""
+        """The tag that the page has now, NO_TAG outside the pool; waits for the device, so only for reports."""
         ...
 
     def check(self, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> PageTagCheck | None:
-        """One launch for B requests (kernels/kv_cache/page_tags.py); results stay on the device. None: not checked."""
+        """One launch for B requests (kernels/kv_cache/page_tags.py); results stay on the device. None: not checked.
+
+        They are valid until the next call.
+        """
         ...
 
 
@@ -36,9 +40,9 @@ class NoopTracker:
 
     is_checking = False
 
-    def on_allocate(self, page: int) -> int:
-        """NO_TAG."""
-        return NO_TAG
+    def on_allocate(self, pages: Sequence[int]) -> Sequence[int]:
+        """NO_TAG for each page."""
+        return (NO_TAG,) * len(pages)
 
     def tag_of(self, page: int) -> int:
         """NO_TAG."""

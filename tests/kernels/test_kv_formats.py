@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memopt.errors import UnsupportedError, UsageError
-from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, FP8_E4M3, KV_FORMATS, kv_format, mla_token_bytes
+from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, FP8_E4M3, FP32, KV_FORMATS, kv_format, mla_token_bytes
 
 
 def test_bytes_of_an_mla_token() -> None:
@@ -32,6 +32,8 @@ def test_page_shapes() -> None:
 
 def test_names() -> None:
     assert all(kv_format(name) is item and item.name == name for name, item in KV_FORMATS.items())
+    assert kv_format("fp32") is FP32
+    assert "fp32" not in KV_FORMATS
     with pytest.raises(UsageError, match="'fp8' is unknown"):
         kv_format("fp8")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from page_tag_cases import TagCase, damaged_case, first_mismatches, one_past_the_pool, poisoned_result, sound_case
 
 from memopt.errors import ShapeError
+from memopt.kernels.kv_cache import page_tags_reference
 from memopt.kernels.kv_cache.page_tags import verify_page_tags
 from memopt.kernels.kv_cache.page_tags_reference import PageTagCheck
 
@@ -19,6 +20,9 @@ from memopt.kernels.kv_cache.page_tags_reference import PageTagCheck
 def _check(case: TagCase) -> tuple[list[int], list[int]]:
     out = poisoned_result(case.num_pages.shape[0])
     assert verify_page_tags(*case.arguments(), out) is out
+    reference = page_tags_reference.verify_page_tags(*case.arguments(), poisoned_result(case.num_pages.shape[0]))
+    assert torch.equal(out.flags, reference.flags)
+    assert torch.equal(out.first_mismatch, reference.first_mismatch)
     return out.flags.tolist(), out.first_mismatch.tolist()
 
 

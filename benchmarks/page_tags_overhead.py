@@ -1,0 +1,237 @@
+"""What page tags cost a decode step on the CPU: `python benchmarks/page_tags_overhead.py`. About two minutes.
+
+Two engines of one signed INT4 release, with integrity noop (A) and tagged (B), decode the same requests in lockstep on
+one thread: A B B A, a step each, so that both see the same lengths, caches and neighbours. A block is QUADS_A_BLOCK such
+fours in a row. The figure is the median step time of B over that of A; its 95 % interval comes from resampling whole
+blocks. Wanted: the upper bound below 1 %. The same is done with two noop engines: what that interval shows is noise.
+
+Times are this thread's processor time (other programs do not count, though their use of the caches does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memopt
+from memopt.manifests.keys import generate_private_key
+from memopt.manifests.signer import KeySigner
+from memopt.runtime.engine.engine import Engine
+from memopt.runtime.engine.sampling_params import SamplingParams
+
+SOURCE = Path(__file__).parent.parent / "examples" / "tiny-glm5-fp8"
+BATCHES = (1, 16)
+# The sequence of a request grows from the prompt's length by as much as one page every 64 steps.
+PROMPT_TOKENS, ANSWER_TOKENS, WARM_STEPS = 96, 400, 4
+QUADS_A_BLOCK = 4
+NUM_RESAMPLES = 4000
+WANTED_UPPER_BOUND = 0.01
+MICRO = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Step seconds [blocks, steps] of two engines, block by block beside each other."""
+
+    first: np.ndarray
+    second: np.ndarray
+
+    @property
+    def ratio(self) -> float:
+        """Median of the second over median of the first."""
+        return float(np.median(self.second) / np.median(self.first))
+
+    def interval(self) -> tuple[float, float]:
+        """Bootstrap 95 % interval of the ratio; blocks are drawn with both engines' steps in them."""
+        generator = np.random.default_rng(0)
+        ratios = []
+        for _ in range(NUM_RESAMPLES):
+            drawn = generator.integers(0, len(self.first), len(self.first))
+            ratios.append(np.median(self.second[drawn]) / np.median(self.first[drawn]))
+        low, high = np.percentile(ratios, (2.5, 97.5))
+        return float(low), float(high)
+
+
+class Decoding:
+    """An engine that decodes `batch` requests for ever: it starts them anew when they end."""
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self.engine = engine
+        self._batch = batch
+        self._num_left = 0
+
+    def step_seconds(self) -> float:
+        """One decode step of the whole batch, in processor time."""
+        if self._num_left == 0:
+            self._start()
+        self._num_left -= 1
+        start = time.thread_time()
+        self.engine.step()
+        return time.thread_time() - start
+
+    def _start(self) -> None:
+        while self.engine.has_work:
+            self.engine.step()
+        params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+        for number in range(self._batch):
+            self.engine.submit([3 + (number * 31 + position) % 2000 for position in range(PROMPT_TOKENS)], params)
+        while len(self.engine.core.scheduler.waiting) or any(
+            not request.is_decoding for request in self.engine.core.scheduler.running
+        ):
+            self.engine.step()
+        for _ in range(WARM_STEPS):
+            self.engine.step()
+        self._num_left = ANSWER_TOKENS // 2
+
+
+def signed_release(folder: Path) -> tuple[Path, Path]:
+    """The trained example as a signed INT4 release, and its public key."""
+    release, key = folder / "release", folder / "release.pub"
+    memopt.compress(SOURCE, release, recipe="glm-5.2-int4", workers=1, device="cpu")
+    private = generate_private_key()
+    memopt.sign_release(release, [KeySigner(private)], memopt.SignOptions("benchmark"))
+    key.write_bytes(private.public_key.pem)
+    return release, key
+
+
+def new_engine(release: Path, key: Path, integrity: str) -> Engine:
+    """An engine whose cache is never short."""
+    pages = max(BATCHES) * (-(-(PROMPT_TOKENS + ANSWER_TOKENS) // 64) + 1) + 1
+    return Engine(
+        release,
+        key=key,
+        integrity=integrity,
+        num_pages=pages,
+        max_requests=max(BATCHES),
+        max_tokens=PROMPT_TOKENS + ANSWER_TOKENS,
+    )
+
+
+def compare(first: Engine, second: Engine, batch: int, num_blocks: int) -> Comparison:
+    """Step times of two engines in ABBA order."""
+    a, b = Decoding(first, batch), Decoding(second, batch)
+    times: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for _ in range(num_blocks):
+        block: tuple[list[float], list[float]] = ([], [])
+        for which in (0, 1, 1, 0) * QUADS_A_BLOCK:
+            block[which].append((a, b)[which].step_seconds())
+        times[0].append(block[0])
+        times[1].append(block[1])
+    return Comparison(np.array(times[0]), np.array(times[1]))
+
+
+class LaunchCount(TorchDispatchMode):
+    """Counts operators that compute something: what would be launches on a GPU. Views and allocations are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if not func.is_view and not name.startswith(("aten.empty", "aten.detach", "aten._local_scalar", "aten.lift")):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches_a_step(engine: Engine, batch: int, num_steps: int = 8) -> float:
+    """Operators of a decode step, the tag check's own (one) not among them."""
+    decoding = Decoding(engine, batch)
+    decoding.step_seconds()
+    counting = LaunchCount()
+    with counting:
+        for _ in range(num_steps):
+            decoding.step_seconds()
+    return sum(counting.names.values()) / num_steps
+
+
+@contextmanager
+def timed(owner: Any, name: str, seconds: list[float]) -> Iterator[None]:
+    """Adds the time of each call of a method to `seconds`."""
+    method: Callable[..., Any] = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return method(*arguments, **options)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+def host_microseconds(engine: Engine, batch: int, num_steps: int = 100) -> tuple[float, float]:
+    """Microseconds a step: in the check with its list of what is read (median), and in new tags (mean)."""
+    pages = engine.core.pages
+    decoding = Decoding(engine, batch)
+    decoding.step_seconds()
+    check: list[float] = []
+    reads: list[float] = []
+    tags: list[float] = []
+    with (
+        timed(pages.tracker, "check", check),
+        timed(pages.tables, "set_reads", reads),
+        timed(pages.tracker, "on_allocate", tags),
+    ):
+        for _ in range(num_steps):
+            decoding.step_seconds()
+    return (statistics.median(check) + statistics.median(reads)) * MICRO, sum(tags) / num_steps * MICRO
+
+
+def report(name: str, found: Comparison) -> bool:
+    """One line; whether the upper bound is below the bar."""
+    low, high = found.interval()
+    times = " / ".join(f"{np.median(steps) * 1e3:.3f}" for steps in (found.first, found.second))
+    print(f"{name:<28} {times:>17} {found.ratio - 1:>+9.2%}   {low - 1:+.2%} to {high - 1:+.2%}", flush=True)
+    return high - 1 < WANTED_UPPER_BOUND
+
+
+def main() -> None:
+    """Print overhead with its interval, host microseconds and launches."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--blocks", type=int, default=60, help=f"blocks of {QUADS_A_BLOCK} ABBA fours (default 60)")
+    options.add_argument("--batch", type=int, nargs="*", default=BATCHES)
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        release, key = signed_release(Path(name))
+        noop, other_noop = new_engine(release, key, "noop"), new_engine(release, key, "noop")
+        tagged = new_engine(release, key, "tagged")
+    print(f"{chosen.blocks} blocks of {4 * QUADS_A_BLOCK} steps, one thread, tiny-glm5 INT4, BF16 KV")
+    print(f"{'':<28} {'median ms a step':>17} {'overhead':>9}   95 % interval")
+    passes = []
+    for batch in chosen.batch:
+        report(f"batch {batch:>2}: noop and noop", compare(noop, other_noop, batch, chosen.blocks))
+        passes.append(report(f"batch {batch:>2}: noop and tagged", compare(noop, tagged, batch, chosen.blocks)))
+    verdict = "PASS" if all(passes) else "FAIL"
+    print(f"upper bound below {WANTED_UPPER_BOUND:.0%}: {verdict}\n")
+    for batch in chosen.batch:
+        check, tags = host_microseconds(tagged, batch)
+        plain, with_tags = launches_a_step(noop, batch), launches_a_step(tagged, batch)
+        print(
+            f"batch {batch:>2}: host {check:.1f} us a step in the check, {tags:.1f} us in new tags; "
+            f"launches a step {plain:.0f} without, {with_tags + 1:.0f} with tags (the check is one)"
+        )
+    for engine in itertools.chain((noop, other_noop, tagged)):
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A model's forward pass over many windows with one layer in memory: each layer runs on all windows before the next.
+
+Hidden states of all tokens stay in host memory, or in a file. In float32 a row does not depend on which windows run
+together (runtime, "row-invariant"), so the result does not depend on `batch_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from memopt.compressor.evaluate.stored_model import StoredModel
+from memopt.compressor.evaluate.token_windows import Window
+from memopt.compressor.evaluate.window_rows import batches, step_rows
+from memopt.kernels.kv_formats import KvFormatName, kv_format
+from memopt.runtime.kv.kv_pools import new_kv_pools
+from memopt.runtime.model.model_config import GqaConfig
+from memopt.runtime.model.norms import rms_norm
+from memopt.runtime.model.rope import RotaryTable
+from memopt.runtime.model.selection import Selection
+from memopt.runtime.model.vocabulary import Embedding, Head
+from memopt.runtime.weights.layer_builder import norm_weight
+from memopt.runtime.weights.linear_builder import build_linear
+from memopt.runtime.weights.linears import DenseLinear
+from memopt.runtime.weights.load_options import LoadOptions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# Tokens that run together: an expert of 256 with top-8 then sees 256 tokens on average.
+BATCH_TOKENS = 8_192
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """`compute`: type of activations. `weights`: "bf16" expands FP8 and INT4 once, "released" multiplies as stored.
+
+    `scratch`: a folder for the hidden states instead of memory, in a file named by `part`. `on_layer`: called with
+    (layers done, layers).
+    """
+
+    compute: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Literal["released", "bf16"] = "bf16"
+    kv_cache: KvFormatName = "bf16"
+    device: str = "cpu"
+    batch_tokens: int = BATCH_TOKENS
+    scratch: Path | None = None
+    part: str = "model"
+    on_layer: Callable[[int, int], None] = lambda done, total: None
+
+    @property
+    def load_options(self) -> LoadOptions:
+        """The runtime's words for it."""
+        return LoadOptions(compute=self.compute, weights=self.weights, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class FinalStates:
+    """`hidden` [tokens of all windows, H] before the final norm, on the CPU; `logits` makes logits of rows of it."""
+
+    hidden: Tensor
+    norm: Tensor
+    head: Head
+    eps: float
+    device: str
+
+    def logits(self, first_row: int, num_rows: int) -> Tensor:
+        """float32 [num_rows, V] on the device, of rows `first_row` on."""
+        rows = self.hidden[first_row : first_row + num_rows].to(self.device)
+        return self.head(rms_norm(rows, self.norm, self.eps))
+
+
+def final_states(model: StoredModel, windows: Sequence[Window], options: StreamOptions) -> FinalStates:
+    """Run `model` on every window, layer by layer; raises what reading and building layers raise.
+
+    Memory: one layer, the hidden states [tokens, H], KV pools of one batch, and the embedding and head at its ends.
+    """
+    import torch
+
+    config, load = model.config, options.load_options
+    parts = batches(windows, options.batch_tokens)
+    num_rows = sum(part.num_rows for part in parts)
+    hidden = _storage(num_rows, config.hidden_size, load.dtype, options.scratch, options.part)
+    top = model.top_level()
+    embedding = Embedding(norm_weight(top, "model.embed_tokens.weight", load), load.communicator)
+    norm = norm_weight(top, "model.norm.weight", load)
+    if config.is_embedding_tied:
+        head = Head(DenseLinear(embedding.weight), load.communicator)
+    else:
+        head = Head(build_linear(top, "lm_head", load), load.communicator)
+    top.finish()
+    cache_format = kv_format(options.kv_cache)
+    pools = new_kv_pools(
+        config,
+        cache_format,
+        # One more for the dummy page.
+        max(part.num_pages for part in parts) + 1,
+        num_layers=config.num_layers,
+        num_kv_heads_here=config.attention.num_kv_heads if isinstance(config.attention, GqaConfig) else 1,
+        scales=model.kv_scales(),
+        device=options.device,
+    )
+    rotary = RotaryTable(config.rope, options.device)
+    selections: dict[int, Selection | None] = {part.first: None for part in parts}
+    with torch.no_grad():
+        for part in parts:
+            rows = step_rows(part, options.device)
+            hidden[part.first_row : part.first_row + part.num_rows] = embedding(rows.token_ids).to("cpu")
+        for number in range(config.num_layers):
+            layer = model.layer(number, load)
+            for part in parts:
+                rows = step_rows(part, options.device)
+                place = slice(part.first_row, part.first_row + part.num_rows)
+                rope = rotary.cos_sin(rows.positions)
+                x, selection = layer(
+                    hidden[place].to(options.device), rows, pools.layers[number], selections[part.first], rope
+                )
+                hidden[place] = x.to("cpu")
+                selections[part.first] = selection
+            options.on_layer(number + 1, config.num_layers)
+    return FinalStates(hidden, norm, head, config.rms_norm_eps, options.device)
+
+
+def _storage(num_rows: int, size: int, dtype: torch.dtype, scratch: Path | None, name: str) -> Tensor:
+    """A CPU tensor [num_rows, size], in memory or mapped to a file of `scratch`, which the caller removes."""
+    import torch
+
+    if scratch is None:
+        return torch.empty(num_rows, size, dtype=dtype)
+    count = num_rows * size
+    return torch.from_file(str(scratch / f"{name}.hidden"), shared=True, size=count, dtype=dtype).view(num_rows, size)

@@ -1,0 +1,116 @@
+"""Scores of benchmark tasks, by lm-eval (EleutherAI lm-evaluation-harness) through an OpenAI-compatible endpoint.
+
+lm-eval is an extra, run as its own process: `lm_eval run --model local-completions --model_args base_url=…` writes
+`results_*.json`, whose "results" hold, for each task, "metric,filter" and "metric_stderr,filter".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import DataFileError
+from memopt.manifests.strict_json import parse_json_object, read_capped
+
+MAX_RESULTS_BYTES = 2**26
+POINTS = 100.0
+# lm-eval's metrics that are shares from 0 to 1 and mean "better" when larger, the one to prefer first.
+PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "pass@1", "f1", "mc2")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """Scores of one task in points (0 to 100), with standard errors; `drop` is base minus release."""
+
+    task: str
+    metric: str
+    num_samples: int
+    base: float
+    base_error: float
+    release: float
+    release_error: float
+
+    @property
+    def drop(self) -> float:
+        """Points lost; below zero when the release does better."""
+        return self.base - self.release
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    metric: str
+    value: float
+    error: float
+    num_samples: int
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """lm-eval's results file; DataFileError for anything that has no "results"."""
+    table = parse_json_object(read_capped(path, MAX_RESULTS_BYTES, DataFileError), path.name, DataFileError)
+    if not isinstance(table.get("results"), dict) or not table["results"]:
+        raise DataFileError("has no results of lm-eval", file=path.name, remedy="give lm-eval's results_*.json")
+    return table
+
+
+def compare_tasks(base: Mapping[str, Any], release: Mapping[str, Any]) -> tuple[TaskScore, ...]:
+    """Scores of all tasks in both results files, by name.
+
+    DataFileError for tasks that only one has, for another number of samples, or for a task without a metric known here:
+    what cannot be compared must not pass a gate by being absent.
+    """
+    names = {name: set(table["results"]) for name, table in (("base", base), ("release", release))}
+    odd = sorted(names["base"] ^ names["release"])
+    if odd:
+        raise DataFileError(f"task {odd[0]} was run on one model only", remedy="run the same tasks on both")
+    scores: list[TaskScore] = []
+    for task in sorted(names["base"]):
+        of_base, of_release = (_score(task, table) for table in (base, release))
+        if (of_base.metric, of_base.num_samples) != (of_release.metric, of_release.num_samples):
+            raise DataFileError(
+                f"task {task}: {of_base.metric} of {of_base.num_samples} samples, and {of_release.metric} of "
+                f"{of_release.num_samples}",
+                remedy="run both with the same --limit",
+            )
+        scores.append(
+            TaskScore(
+                task,
+                of_base.metric,
+                of_base.num_samples,
+                of_base.value,
+                of_base.error,
+                of_release.value,
+                of_release.error,
+            )
+        )
+    return tuple(scores)
+
+
+def _score(task: str, table: Mapping[str, Any]) -> _Score:
+    """The preferred metric of a task in points."""
+    row = table["results"][task]
+    keys = (
+        [key for key in row if "," in key and not key.split(",")[0].endswith("_stderr")]
+        if isinstance(row, dict)
+        else []
+    )
+    for metric in PREFERRED_METRICS:
+        # A task may have the metric under several filters: the first by name, in both files alike.
+        for key in sorted(key for key in keys if key.split(",")[0] == metric):
+            value, error = row[key], row.get(f"{metric}_stderr,{key.split(',', 1)[1]}")
+            if isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1:
+                known_error = float(error) if isinstance(error, int | float) and math.isfinite(error) else 0.0
+                return _Score(key, POINTS * value, POINTS * known_error, _num_samples(task, table))
+    raise DataFileError(
+        f"task {task} has none of {', '.join(PREFERRED_METRICS)} from 0 to 1", remedy="choose tasks with such a metric"
+    )
+
+
+def _num_samples(task: str, table: Mapping[str, Any]) -> int:
+    """Documents that lm-eval really ran ("effective"); 0 where the file does not say."""
+    counts = table.get("n-samples")
+    entry = counts.get(task) if isinstance(counts, dict) else None
+    effective = entry.get("effective") if isinstance(entry, dict) else None
+    return effective if isinstance(effective, int) and effective >= 0 else 0

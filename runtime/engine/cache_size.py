@@ -1,0 +1,40 @@
+"""How many pages the KV cache of an engine gets."""
+
+from __future__ import annotations
+
+from memopt.errors import CapacityError, UsageError
+from memopt.kernels.layout import PAGE_TOKENS
+from memopt.runtime.engine.admission import EngineLimits
+
+DEFAULT_CACHE_GIB = 1.0
+_GIB = 1 << 30
+# One that is nobody's (kv/layer_kv.py, DUMMY_PAGE), and one to use.
+MIN_PAGES = 2
+
+
+def choose_num_pages(
+    token_bytes: int, limits: EngineLimits, *, num_pages: int | None = None, kv_cache_gib: float | None = None
+) -> int:
+    """Pages of the pools, the dummy page among them. `token_bytes`: of a token in all layers of this rank.
+
+    `num_pages` as it is; else as many as `kv_cache_gib` holds; else as many as DEFAULT_CACHE_GIB holds, but no more
+    than `limits` can fill. Raises UsageError for both or for nonsense, CapacityError when not even two pages fit.
+    """
+    if num_pages is not None and kv_cache_gib is not None:
+        raise UsageError("num_pages and kv_cache_gib both say how large the cache is", remedy="give one of them")
+    if num_pages is not None:
+        if num_pages < MIN_PAGES:
+            raise UsageError(f"num_pages is {num_pages}, but one is kept back and at least one more is needed")
+        return num_pages
+    if kv_cache_gib is not None and not 0 < kv_cache_gib < float("inf"):
+        raise UsageError(f"kv_cache_gib is {kv_cache_gib}", remedy="use a number above 0")
+    gib = DEFAULT_CACHE_GIB if kv_cache_gib is None else kv_cache_gib
+    page_bytes = token_bytes * PAGE_TOKENS
+    chosen = int(gib * _GIB) // page_bytes
+    if chosen < MIN_PAGES:
+        raise CapacityError(
+            f"a KV cache of {gib:g} GiB holds {chosen} pages of {page_bytes:,} bytes, but at least {MIN_PAGES} are"
+            " needed",
+            remedy="raise kv_cache_gib",
+        )
+    return chosen if kv_cache_gib is not None else min(chosen, limits.max_requests * limits.max_pages + 1)
