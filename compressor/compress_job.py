@@ -22,11 +22,17 @@ from memopt.errors import UsageError
 
 
 class CompressJob(Job):
-    """Carries out `plan`; `backend` rounds. UsageError for a plan from a config alone."""
+    """Carries out `plan`; `backend` rounds. UsageError for a plan from a config alone, and for a recipe that
+    needs calibration data."""
 
     def __init__(self, plan: Plan, backend: QuantizeBackend) -> None:
         if plan.source.folder is None:
             raise UsageError("a plan from a config alone has no weights", remedy="name a checkpoint folder")
+        if plan.recipe.needs_calibration:
+            raise UsageError(
+                f"recipe {plan.recipe.name} needs calibration data, and none was given",
+                remedy="use method rtn, and kv_cache scales: unit",
+            )
         self._plan = plan
         self._backend = backend
         self._plan_fingerprint = plan_fingerprint(plan)

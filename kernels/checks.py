@@ -103,7 +103,9 @@ def check_importance(shape: tuple[int, ...], dtype: str, is_positive: bool, colu
     positive, UsageError for a search that it does not go with: absmax searches nothing, and norm 2.4 is no square.
     """
     if tuple(shape) != (columns,) or "float32" not in dtype:
-        raise ShapeError(f"the importance is {dtype} {list(shape)}, but rows of {columns} weights need float32 [{columns}]")
+        raise ShapeError(
+            f"the importance is {dtype} {list(shape)}, but rows of {columns} weights need float32 [{columns}]"
+        )
     if spec.scale_search == "absmax" or spec.error_norm != "2":
         raise UsageError(
             f"an importance weighs squared errors, but scale search {spec.scale_search} with norm {spec.error_norm} "

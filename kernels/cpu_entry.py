@@ -19,8 +19,8 @@ from memopt.kernels.cpu_quantize import quantize_tiles
 from memopt.kernels.cpu_scale_search import search_tiles
 
 _SOURCES = (
-    "layout", "int4_spec", "cpu_number", "cpu_tile", "cpu_search_error", "cpu_search", "cpu_quantize", "cpu_scale_search",
-    "cpu_expand", "cpu_entry",
+    "layout", "int4_spec", "cpu_number", "cpu_tile", "cpu_search_error", "cpu_search", "cpu_quantize",
+    "cpu_scale_search", "cpu_expand", "cpu_entry",
 )  # fmt: skip
 
 

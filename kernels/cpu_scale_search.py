@@ -1,6 +1,6 @@
-"""The loop over tiles that searches the scales of float32 rows, for the numba path: what a calibrated solve starts from.
+"""The loop over tiles that searches the scales of float32 rows, for the numba path.
 
-Codes are the solve's own there; the scales are those that cpu_quantize.py would take for the same values.
+A calibrated solve starts from them and finds its own codes; they are the scales that cpu_quantize.py would take.
 """
 
 from __future__ import annotations

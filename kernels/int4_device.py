@@ -59,8 +59,8 @@ def _error(
     if norm == "2.4":
         terms.mul_(power_04(difference))
     if importance is not None:
-        groups_a_row = importance.shape[2]
-        terms.unflatten(2, (-1, groups_a_row)).mul_(importance[:, :, None])
+        by_row = terms.view(*terms.shape[:2], -1, importance.shape[2])
+        by_row.mul_(importance[:, :, None])
     return _sum_in_order(terms)
 
 

@@ -58,9 +58,7 @@ def sum_in_order(terms: Tensor) -> Tensor:
     return total
 
 
-def scale_error(
-    groups: Tensor, scale: Tensor, negative: bool, norm: str, importance: Tensor | None = None
-) -> Tensor:
+def scale_error(groups: Tensor, scale: Tensor, negative: bool, norm: str, importance: Tensor | None = None) -> Tensor:
     """Error sums [R, G] that the search compares: sum |w - code * scale| ** p over groups [R, G, group].
 
     With `importance` float32 [G, group] each square is multiplied by its column's, which is rounded once more.

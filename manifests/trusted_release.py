@@ -26,6 +26,7 @@ from memopt.errors import (
     MemoptError,
     MemoptIOError,
     MissingFileError,
+    UnsignedError,
 )
 from memopt.manifests.chunk_file import MAX_CHUNKS_SIZE_BYTES, ChunkLeaves, parse_chunks
 from memopt.manifests.digest import LEAF_SIZE_BYTES
@@ -88,7 +89,7 @@ class TrustedRelease:
 def read_signatures(root_fd: int) -> list[tuple[str, bytes]]:
     """(name, bytes) of every signature file at the top of a release, model.sig first.
 
-    Raises BundleError if there is none, or if one is empty or a folder, LfsPointerError, LayoutError for a link,
+    Raises UnsignedError if there is none, BundleError if one is empty or a folder, LfsPointerError, LayoutError for a link,
     MemoptIOError.
     """
     try:
@@ -96,7 +97,7 @@ def read_signatures(root_fd: int) -> list[tuple[str, bytes]]:
     except OSError as problem:
         raise MemoptIOError(f"cannot list the release: {problem.strerror}", file=".", remedy="try again") from None
     if not names:
-        raise BundleError("is missing: this release is not signed", file=SIGNATURE_NAME, remedy=_REMEDY)
+        raise UnsignedError("is missing: this release is not signed", file=SIGNATURE_NAME, remedy=_REMEDY)
     if len(names) > MAX_SIGNATURES:
         raise BundleError(f"is one of {len(names)} signature files, at most {MAX_SIGNATURES} are read", file=names[-1])
     return [(name, _read_signature(root_fd, name)) for name in names]

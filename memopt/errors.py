@@ -237,6 +237,12 @@ class BundleError(MalformedError):
     code = "MEMOPT_BUNDLE"
 
 
+class UnsignedError(BundleError):
+    """There is no signature at all."""
+
+    code = "MEMOPT_UNSIGNED"
+
+
 class PolicyFileError(MalformedError):
     """A trust policy (trust.json) breaks its format."""
 

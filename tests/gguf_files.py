@@ -118,7 +118,8 @@ def tiny_llama_bytes(seed: int = 0) -> bytes:
     def norm() -> tuple[int, tuple[int, ...], bytes]:
         return F32, (hidden,), (1 + 0.1 * generator.standard_normal(hidden)).astype("<f4").tobytes()
 
-    embedding = generator.standard_normal((TINY["vocab_size"], hidden)).astype("<f4")
+    # Small, so that the head (the same weights) leaves many tokens possible.
+    embedding = (0.2 * generator.standard_normal((TINY["vocab_size"], hidden))).astype("<f4")
     tensors = {"token_embd.weight": (F32, embedding.shape, embedding.tobytes()), "output_norm.weight": norm()}
     for layer in range(TINY["block_count"]):
         tensors |= {

@@ -131,9 +131,17 @@ def read_tokens(layer: MlaLayerKv, table: Tensor, num_tokens: int) -> list[int]:
     return (values[:, 0].round() * _DIGIT + values[:, 1].round()).to(torch.int64).tolist()
 
 
-def pooled_core(pools: KvPools, tracker: PageTracker | None = None, **limits: int) -> EngineCore:
+def pooled_core(
+    pools: KvPools, tracker: PageTracker | None = None, *, prefix_namespace: bytes | None = None, **limits: int
+) -> EngineCore:
     """An engine core around a PooledModel. `limits`: of EngineLimits."""
     chosen = {"max_requests": 4, "max_step_tokens": 100, "max_tokens": 512} | limits
     return EngineCore(
-        PooledModel(), pools, EngineLimits(**chosen), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), tracker=tracker
+        PooledModel(),
+        pools,
+        EngineLimits(**chosen),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        tracker=tracker,
+        prefix_namespace=prefix_namespace,
     )

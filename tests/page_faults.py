@@ -86,6 +86,10 @@ class CountedTracker:
     def is_checking(self) -> bool:
         return self._tracker.is_checking
 
+    @property
+    def is_known_clean(self) -> bool:
+        return self._tracker.is_known_clean
+
     def on_allocate(self, pages: Sequence[int]) -> Sequence[int]:
         for page in pages:
             self.num_given_out[page] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ def transport(kind: str, pools: KvPools, timeout_seconds: float = 5.0) -> Iterat
         one, other = socket_pair(kind)
         if kind == "shared_memory":
             sender = SharedMemoryPageSender(one, region, timeout_seconds=timeout_seconds)
+            os.close(region.file_descriptor)
             receiver = SharedMemoryPageReceiver(other, timeout_seconds=timeout_seconds)
         else:
             sender = SocketPageSender(one, pools, tracker, timeout_seconds=timeout_seconds)

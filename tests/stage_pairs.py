@@ -83,8 +83,8 @@ def stages(
             pools, TaggedTracker(decode_pages, "cpu"), max_requests=max_requests, max_tokens=max_tokens
         )
         yield Stages(
-            PrefillStage(prefill_core, ends.pools, MODEL, ends.sender, offer_seconds=offer_seconds),
-            DecodeStage(decode_core, pools, MODEL, ends.receiver),
+            PrefillStage(prefill_core, MODEL, ends.sender, offer_seconds=offer_seconds),
+            DecodeStage(decode_core, MODEL, ends.receiver),
             prefill_core,
             decode_core,
         )

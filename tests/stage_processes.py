@@ -53,7 +53,7 @@ def new_prefill(kind: str, connected: socket.socket, num_pages: int) -> PrefillS
     else:
         tracker = TaggedTracker(num_pages, "cpu")
         sender = SocketPageSender(connected, pools, tracker)
-    return PrefillStage(pooled_core(pools, tracker, max_tokens=4096), pools, MODEL, sender)
+    return PrefillStage(pooled_core(pools, tracker, max_tokens=4096), MODEL, sender)
 
 
 def new_decode(kind: str, connected: socket.socket, num_pages: int, format_name: str) -> DecodeStage:
@@ -62,7 +62,7 @@ def new_decode(kind: str, connected: socket.socket, num_pages: int, format_name:
     receiver: PageReceiver
     receiver = SharedMemoryPageReceiver(connected) if kind == "shared_memory" else SocketPageReceiver(connected)
     core = pooled_core(pools, TaggedTracker(num_pages, "cpu"), max_tokens=4096)
-    return DecodeStage(core, pools, MODEL, receiver)
+    return DecodeStage(core, MODEL, receiver)
 
 
 def run_prefill(kind: str, connected: socket.socket, num_pages: int, requests: Requests) -> None:

@@ -12,7 +12,7 @@ from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.kv.kv_pools import new_kv_pools
 from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.model.decoder import Decoder
-from memopt.runtime.model.model_config import GqaConfig, ModelConfig
+from memopt.runtime.model.model_config import GqaConfig
 from memopt.runtime.model.step_rows import PrefillChunk, StepRows
 
 
@@ -34,11 +34,20 @@ class Steps:
     kv_format: KvFormat
     num_requests: int = 1
     max_tokens: int = 512
+    num_kv_heads: int | None = None  # of this rank; None: all
     pools: KvPools = field(init=False)
 
     def __post_init__(self) -> None:
         num_layers = len(self.decoder.layers) + len(self.decoder.mtp_layers)
-        self.pools = new_pools(self.decoder.config, self.kv_format, self.num_requests * self.num_pages + 1, num_layers)
+        attention = self.decoder.config.attention
+        all_heads = attention.num_kv_heads if isinstance(attention, GqaConfig) else 1
+        self.pools = new_kv_pools(
+            self.decoder.config,
+            self.kv_format,
+            self.num_requests * self.num_pages + 1,
+            num_layers=num_layers,
+            num_kv_heads_here=self.num_kv_heads or all_heads,
+        )
 
     @property
     def num_pages(self) -> int:
@@ -78,9 +87,3 @@ class Steps:
     def logits(self, *parts: RowsOf) -> Tensor:
         """float32 of every row."""
         return self.decoder.logits(self.hidden(*parts))
-
-
-def new_pools(config: ModelConfig, kv_format: KvFormat, num_pages: int, num_layers: int) -> KvPools:
-    attention = config.attention
-    num_kv_heads = attention.num_kv_heads if isinstance(attention, GqaConfig) else 1
-    return new_kv_pools(config, kv_format, num_pages, num_layers=num_layers, num_kv_heads_here=num_kv_heads)

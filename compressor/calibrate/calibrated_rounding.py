@@ -23,7 +23,6 @@ from memopt.kernels.calibration.float32_matmul import ieee_float32_matmul
 from memopt.kernels.calibration.one_thread import one_cpu_thread
 from memopt.kernels.device.tensor_checks import require_tensor
 from memopt.kernels.int4_reference import pack_int4
-from memopt.kernels.layout import BITS_PER_BYTE, CODES_PER_WORD
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ class StatisticsCollector:
         if int(counts.sum()) == 0:
             return
         for expert, part in enumerate(rows):
-            for chunk in part.split(self._chunk_tokens):
+            for first in range(0, part.shape[0], self._chunk_tokens):
+                chunk = part[first : first + self._chunk_tokens]
                 self._squares[expert] += chunk.to(torch.float64).square_().sum(dim=0)
         if self._products is not None:
             offsets = counts.cumsum(0).to(self._squares.device)
@@ -178,6 +179,4 @@ def shrink_statistics(
 def _own_mean(statistics: ModuleStatistics) -> ModuleStatistics:
     """The same with every channel as large as the mean one, and no two of them related."""
     mean = statistics.second_moment.mean(dim=1, keepdim=True).expand_as(statistics.second_moment)
-    return replace(
-        statistics, second_moment=mean, hessian=None if statistics.hessian is None else mean.diag_embed()
-    )
+    return replace(statistics, second_moment=mean, hessian=None if statistics.hessian is None else mean.diag_embed())

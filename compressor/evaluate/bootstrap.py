@@ -43,7 +43,8 @@ def resampling(num_units: int, seed: int, num_resamples: int = NUM_RESAMPLES) ->
 
 def sums_by_unit(values: Array, unit: Weights, num_units: int) -> Array:
     """float64 [num_units]: sums of `values` [N] over the predictions of each unit; `unit` [N] counts from zero."""
-    return np.bincount(unit, weights=values.astype(np.float64), minlength=num_units)
+    sums: Array = np.bincount(unit, weights=values.astype(np.float64), minlength=num_units).astype(np.float64)
+    return sums
 
 
 def mean_interval(sums: Array, num_tokens: Array, draws: Resampling, *, is_exponential: bool = False) -> Interval:

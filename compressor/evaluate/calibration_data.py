@@ -28,7 +28,7 @@ TEXT_SUFFIX = ".jsonl"
 IDS_SUFFIX = ".safetensors"
 # A window needs a token to predict from and one to predict.
 MIN_DOCUMENT_TOKENS = 2
-_ID_DTYPES = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_ID_DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 
 Encode = Callable[[str], Sequence[int]]
 TokenIds = np.ndarray[Any, np.dtype[np.int64]]

@@ -153,9 +153,11 @@ def _scores(
     row = 0
     with torch.no_grad():
         for number, window in enumerate(windows, start=1):
-            logits = (found.logits(row, window.num_predicted) for found in (of_base, of_release))
             next_ids = torch.from_numpy(window.ids[1:]).to(options.device)
-            scores.append(placed(score_logits(*logits, next_ids), window.document, window.start))
+            found = score_logits(
+                of_base.logits(row, window.num_predicted), of_release.logits(row, window.num_predicted), next_ids
+            )
+            scores.append(placed(found, window.document, window.start))
             row += len(window.ids)
             on_progress("compare", number, len(windows))
     return joined(scores)

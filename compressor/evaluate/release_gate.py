@@ -73,12 +73,13 @@ def release_figures(folder: Path) -> LedgerFigures:
 
 
 def require_release_gate(folder: Path) -> tuple[GateCheck, ...]:
-    """Every check of the release's gate; to be called before it is signed. Nothing is required without a gate.
+    """Every check of the release's gate; to be called before it is signed. Nothing is required without a gate, nor
+    of a folder that memopt did not make.
 
     QualityGateError (exit code 5) when quality.json is missing or a limit does not hold, ContentError when it was
     measured on other weights, QualityFileError when it is malformed.
     """
-    gate = gate_of(folder)
+    gate = gate_of(folder) if (folder / RELEASE_NAME).is_file() else None
     if gate is None:
         return ()
     if not (folder / QUALITY_NAME).is_file():

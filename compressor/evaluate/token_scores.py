@@ -76,8 +76,7 @@ def score_logits(base: Tensor, release: Tensor, next_ids: Tensor) -> LogitScores
         came = next_ids[rows, None]
         same = log_p.argmax(-1) == log_q.argmax(-1)
         parts.append((kl, -log_p.gather(-1, came)[:, 0].double(), -log_q.gather(-1, came)[:, 0].double(), same))
-    kl, base_surprise, release_surprise, same = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
-    return LogitScores(kl, base_surprise, release_surprise, same)
+    return LogitScores(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
 
 
 def joined(scores: Sequence[TokenScores]) -> TokenScores:

@@ -34,8 +34,9 @@ def gptq_solve(
     for an expert without tokens: its codes are plain rounding); `scale` bfloat16 [E, R, G], one scale for K / G
     weights of a row, negative ones too. A code is clamp(round_half_even(w / scale), -8, 7), divided truly.
     Inputs are not changed. `factors`: those of `hessian` with these options (and with roots for `keep_better`), where
-    the caller has them: scales may be chosen by them (`GptqFactors.importance`). Working memory: up to 20 bytes a weight, 8 bytes for each element of each Hessian, and 32
-    bytes for each element of one Hessian.
+    the caller has them: scales may be chosen by them (`GptqFactors.importance`).
+    Working memory: up to 20 bytes a weight, 8 bytes for each element of each Hessian, and 32 bytes for each element of
+    one Hessian.
     Codes are the same from run to run on one device with one set of libraries; between devices they may differ where
     a corrected weight lies within float32 rounding of a tie.
     Raises ShapeError, AlignmentError (groups that do not fill a row), UsageError (options), NonFiniteError (naming the
@@ -69,7 +70,9 @@ def gptq_solve(
         loss = torch.minimum(loss, plain_loss)
         num_plain_rows = is_plain.sum(dim=1)
     in_place = torch.empty_like(codes).scatter_(1, steps, codes)
-    return GptqResult(in_place.mT.contiguous(), loss, plain_loss, num_plain_rows, factors.damping, factors.num_dead_columns)
+    return GptqResult(
+        in_place.mT.contiguous(), loss, plain_loss, num_plain_rows, factors.damping, factors.num_dead_columns
+    )
 
 
 def _check(weight: Tensor, hessian: Tensor, scale: Tensor, options: GptqOptions) -> None:

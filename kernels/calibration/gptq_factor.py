@@ -126,7 +126,7 @@ class GptqFactors:
 
 
 def scale_to_one(importance: Tensor) -> Tensor:
-    """float32 [E, K] of positive float64 [E, K], the largest of each expert 1, none below the smallest normal number."""
+    """float32 [E, K] of positive float64 [E, K]: the largest of each expert is 1, none is below the normal numbers."""
     largest = importance.amax(dim=1, keepdim=True)
     return (importance / largest).to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
 

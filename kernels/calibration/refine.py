@@ -15,7 +15,6 @@ from torch import Tensor
 
 from memopt.errors import AlignmentError, UsageError
 from memopt.kernels.calibration.descent_block_cpu import descend_block_cpu
-from memopt.kernels.calibration.descent_block_reference import descend_block_reference
 from memopt.kernels.calibration.float32_matmul import ieee_float32_matmul
 from memopt.kernels.device.tensor_checks import require_tensor
 from memopt.kernels.layout import GPTQ_BLOCK_COLUMNS
@@ -93,7 +92,7 @@ def _sweep_group(gradient: Tensor, hessian: Tensor, codes: Tensor, scales: Tenso
 
 
 def _scale_change(gradient: Tensor, block: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """What to add to `scale` [E, R] so that it is the BF16 number next to the least-squares scale; 0 where it is better.
+    """What to add to `scale` [E, R] to get the BF16 number next to the least-squares scale; 0 where that gains nothing.
 
     With codes c fixed the loss is lowest at s + (c P) / (c H c^T), for the group's gradient P and its part of H.
     """
@@ -110,4 +109,8 @@ def _scale_change(gradient: Tensor, block: Tensor, codes: Tensor, scale: Tensor)
 
 
 def _descent(codes: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    return descend_block_reference if codes.is_cuda else descend_block_cpu
+    if codes.is_cuda:
+        from memopt.kernels.calibration.descent_block_triton import descend_block_triton
+
+        return descend_block_triton
+    return descend_block_cpu

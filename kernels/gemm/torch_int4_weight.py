@@ -69,14 +69,12 @@ def torch_int4_weight(weight: Int4Weight) -> TorchInt4Weight:
     if weight.num_experts is None:
         packed, scales = _pack_one(weight, group)
         return TorchInt4Weight(packed, scales, weight.num_rows, weight.num_columns, group)
-    parts = [_pack_one(weight.expert(index), group) for index in range(weight.num_experts)]
-    return TorchInt4Weight(
-        torch.stack([packed for packed, _ in parts]),
-        torch.stack([scales for _, scales in parts]),
-        weight.num_rows,
-        weight.num_columns,
-        group,
-    )
+    packed, scales = _pack_one(weight.expert(0), group)
+    # One expert at a time into place: a stack is never there in this form twice.
+    packed, scales = (part.new_empty(weight.num_experts, *part.shape) for part in (packed, scales))
+    for index in range(weight.num_experts):
+        packed[index], scales[index] = _pack_one(weight.expert(index), group)
+    return TorchInt4Weight(packed, scales, weight.num_rows, weight.num_columns, group)
 
 
 def _pack_one(weight: Int4Weight, group: int) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,17 @@ from memopt.kernels.layout import NO_TAG
 
 
 @cache
-def verify_rows_entry() -> Callable[..., None]:
-    """The loop, compiled; cpu_entry.py says why it closes over a digest of its sources."""
+def verify_rows_entry() -> Callable[..., int]:
+    """The loop, compiled; it returns how many requests are flagged.
+
+    cpu_entry.py says why it closes over a digest of its sources.
+    """
     key = source_digest(str(layout.__file__), str(page_tags_reference.__file__), __file__)
 
     @compiled
     def verify_rows(block_table: Any, num_pages: Any, tags: Any, expected: Any, flags: Any, first_mismatch: Any) -> Any:
         key  # noqa: B018 - makes it a closure variable
+        num_flagged = 0
         for request in range(block_table.shape[0]):
             count = num_pages[request]
             num_checked = min(max(count, 0), block_table.shape[1])
@@ -38,6 +42,8 @@ def verify_rows_entry() -> Callable[..., None]:
                 first = num_checked
             flags[request] = first != NO_MISMATCH
             first_mismatch[request] = first
+            num_flagged += first != NO_MISMATCH
+        return num_flagged
 
     return verify_rows
 
@@ -54,10 +60,11 @@ def verify_page_tags(
 
 def bound_check(
     block_table: Tensor, num_pages: Tensor, tags: Tensor, expected: Tensor, out: PageTagCheck
-) -> Callable[[], None]:
+) -> Callable[[], int]:
     """`verify_page_tags` of these tensors as a call without arguments, for the values that they have at each call.
 
-    They are taken as checked (`page_tags.verify_page_tags`). Finding their memory is most of what a check costs.
+    The call returns how many requests are flagged: on the CPU that is known at once. The tensors are taken as checked
+    (`page_tags.verify_page_tags`); finding their memory is most of what a check costs.
     """
     tensors = (block_table, num_pages, tags, expected, out.flags, out.first_mismatch)
     return partial(verify_rows_entry(), *(tensor.numpy() for tensor in tensors))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memopt.compressor.evaluate.bootstrap import Interval
     from memopt.compressor.evaluate.gate import GateCheck
     from memopt.compressor.evaluate.quality import Quality
+    from memopt.compressor.evaluate.task_scores import TaskScore
 
 KV_CACHES = ("bf16", "fp8_e4m3", "fp8_ds_mla", "fp32")
 # A line a layer would be 78 lines and more.
@@ -44,6 +45,12 @@ REPORT_SECONDS = 10.0
 @click.option("--scratch", metavar="FOLDER", default=None, help="Keep hidden states in a file there, not in memory.")
 @click.option("--base-results", metavar="FILE", default=None, help="lm-eval's results_*.json of the base.")
 @click.option("--release-results", metavar="FILE", default=None, help="The same of the release.")
+@click.option("--task", "tasks", metavar="NAME", multiple=True, help="Run this task of lm-eval on both (repeatable).")
+@click.option("--base-url", metavar="URL", default=None, help="Completions of a server of the base, for --task.")
+@click.option("--release-url", metavar="URL", default=None, help="The same of the release.")
+@click.option("--base-model", metavar="NAME", default="base", help="The base's name on its server.")
+@click.option("--release-model", metavar="NAME", default="release", help="The release's.")
+@click.option("--task-limit", type=click.IntRange(1), default=None, help="Samples of each task (all).")
 @click.option("--no-write", is_flag=True, help="Only print; do not write quality.json and report.html into RELEASE.")
 @json_option
 def evaluate_command(
@@ -58,10 +65,9 @@ def evaluate_command(
     compute: str | None,
     device: str,
     scratch: str | None,
-    base_results: str | None,
-    release_results: str | None,
     no_write: bool,
     as_json: bool,
+    **task_options: Any,
 ) -> None:
     """Compare RELEASE with BASE, the checkpoint it was made from, on text: KL, top-1 agreement, perplexity.
 
@@ -72,17 +78,12 @@ def evaluate_command(
         from memopt.compressor.evaluate.evaluate_release import EvaluateOptions, evaluate_release
         from memopt.compressor.evaluate.gate import check_gate, require_gate
         from memopt.compressor.evaluate.release_gate import gate_of, refuse_signed, write_quality
-        from memopt.compressor.evaluate.task_scores import compare_tasks, read_results
 
-        if (base_results is None) != (release_results is None):
-            raise UsageError("results of one model alone", remedy="give --base-results and --release-results")
         folder = Path(release)
         if not no_write:
             # Said now, not after hours of work.
             refuse_signed(folder)
-        tasks = ()
-        if base_results is not None and release_results is not None:
-            tasks = compare_tasks(read_results(Path(base_results)), read_results(Path(release_results)))
+        tasks = _task_scores(Path(base), seed, **task_options)
         where = _device(device)
         options = EvaluateOptions(
             window_tokens=window_tokens,
@@ -107,6 +108,40 @@ def evaluate_command(
             require_gate(gate, quality)
         if as_json:
             print_verdict("evaluate", _fields(quality, checks))
+
+
+def _task_scores(
+    tokenizer: Path,
+    seed: int,
+    *,
+    base_results: str | None,
+    release_results: str | None,
+    tasks: tuple[str, ...],
+    base_url: str | None,
+    release_url: str | None,
+    base_model: str,
+    release_model: str,
+    task_limit: int | None,
+) -> tuple[TaskScore, ...]:
+    """Scores from two results files, or from running `tasks` on two servers; none if neither is asked for."""
+    from memopt.compressor.evaluate.lm_eval_run import Endpoint, run_tasks
+    from memopt.compressor.evaluate.task_scores import compare_tasks, read_results
+
+    if (base_results is None) != (release_results is None):
+        raise UsageError("results of one model alone", remedy="give --base-results and --release-results")
+    if tasks and (base_url is None or release_url is None):
+        raise UsageError("--task without two servers", remedy="give --base-url and --release-url")
+    if base_results is not None and release_results is not None:
+        if tasks:
+            raise UsageError("--task and results files at once", remedy="give one of them")
+        return compare_tasks(read_results(Path(base_results)), read_results(Path(release_results)))
+    if base_url is None or release_url is None or not tasks:
+        return ()
+    of_base, of_release = (
+        run_tasks(Endpoint(url, model, tokenizer), tasks, limit=task_limit, seed=seed)
+        for url, model in ((base_url, base_model), (release_url, release_model))
+    )
+    return compare_tasks(of_base, of_release)
 
 
 def _device(choice: str) -> str:

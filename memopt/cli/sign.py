@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,17 +24,20 @@ def sign_command(folder: str, jobs: int | None, as_json: bool, **signing: Any) -
     """Sign the release in folder DIR.
 
     Writes memopt.chunks, memopt.manifest.json, SHA256SUMS and model.sig, replacing those of an earlier signing;
-    `model_signing verify key` and `sha256sum -c` accept them too. Refuses what no verifier would accept. The same
-    inputs and SOURCE_DATE_EPOCH give the same bytes.
+    `model_signing verify key` and `sha256sum -c` accept them too. Refuses what no verifier would accept, and a
+    release whose recipe's quality gate does not hold (`memopt evaluate`). The same inputs and
+    SOURCE_DATE_EPOCH give the same bytes.
     """
     with refusals("sign", as_json=as_json):
         from memopt.cli.hash_progress import HashProgress
+        from memopt.compressor.evaluate.release_gate import require_release_gate
         from memopt.manifests.sign import sign_release
 
         arguments = SigningArguments(**signing)
         signers = load_signers(arguments)
         if not signers:
             raise UsageError("nobody signs", remedy="give --key, or --sign-cmd and --public-key")
+        require_release_gate(Path(folder))
         result = sign_release(folder, signers, build_sign_options(arguments, jobs), HashProgress())
         if as_json:
             print_verdict("sign", asdict(result) | {"key_hints": [signer.public_key.hint for signer in signers]})

@@ -134,12 +134,13 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """One step of all running requests: the tokens that came, and the requests that ended."""
+        if any(answer.finish_reason is None for answer in self._answers.values()):
+            self._undelivered += self._step()
         events = list(self._undelivered)
         self._undelivered.clear()
-        for event in self._step():
+        for event in events:
             if event.finish_reason is not None:
                 del self._answers[event.request_id]
-            events.append(event)
         return events
 
     def abort(self, request_id: int) -> None:
@@ -202,7 +203,7 @@ class Engine:
 
     def _step_for(self, request_ids: set[int]) -> list[TokenEvent]:
         """One step; the events of these requests, those of others are kept for `step`."""
-        mine = []
+        mine: list[TokenEvent] = []
         for event in self._step():
             (mine if event.request_id in request_ids else self._undelivered).append(event)
         return mine

@@ -51,6 +51,7 @@ class EngineCore:
     ) -> None:
         """`prefix_namespace` turns the prefix cache on; it names all that the keys in a page depend on."""
         self.limits = limits
+        self.pools = pools
         self.pages = RequestPages(pools, limits, tracker or NoopTracker(), prefix_namespace)
         self.scheduler = Scheduler(limits, self.pages)
         self._runner = ModelRunner(

@@ -14,6 +14,7 @@ from memopt.runtime.weights.load_options import ComputeType, WeightChoice
 DtypeChoice = Literal["auto", "bfloat16", "float32"]
 WEIGHT_CHOICES = ("released", "bf16")
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
+INTEGRITY_CHOICES = ("noop", "tagged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class EngineOptions:
         for name, value, choices in (
             ("weights", self.weights, WEIGHT_CHOICES),
             ("dtype", self.dtype, DTYPE_CHOICES),
+            ("integrity", self.integrity, INTEGRITY_CHOICES),
         ):
             if value not in choices:
                 raise UsageError(f"{name} is {value!r}", remedy=f"use one of {', '.join(choices)}")

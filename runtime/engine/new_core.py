@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeAlias
 
 from memopt.errors import UsageError
 from memopt.kernels.layout import PAGE_TOKENS
@@ -13,7 +15,9 @@ from memopt.runtime.engine.engine_options import EngineOptions
 from memopt.runtime.engine.speculative import NUM_DRAFTS, mtp_drafter
 from memopt.runtime.engine.verified_model import VerifiedModel
 from memopt.runtime.integrity.choose_tracker import choose_tracker
+from memopt.runtime.integrity.tracker import PageTracker
 from memopt.runtime.kv.kv_pools import kv_token_bytes, new_kv_pools
+from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.kv.prefix_index import prefix_namespace
 from memopt.runtime.model.model_config import GqaConfig, ModelConfig
 from memopt.runtime.parallel.communicator import Communicator
@@ -21,8 +25,17 @@ from memopt.runtime.parallel.communicator import Communicator
 LOGGER = logging.getLogger("memopt.engine")
 
 
-def new_core(model: VerifiedModel, options: EngineOptions, communicator: Communicator) -> EngineCore:
-    """The core of an engine. Raises UsageError, CapacityError or UnsupportedError for options that cannot be met."""
+# Gives pools like those that it gets, in other memory, and who tags their pages there.
+PlacePools: TypeAlias = Callable[[KvPools], tuple[KvPools, PageTracker]]
+
+
+def new_core(
+    model: VerifiedModel, options: EngineOptions, communicator: Communicator, *, place: PlacePools | None = None
+) -> EngineCore:
+    """The core of an engine. Raises UsageError, CapacityError or UnsupportedError for options that cannot be met.
+
+    `place`: where pools and tags are to lie, if not in memory of this process alone (stages/shared_region.py).
+    """
     config = model.decoder.config
     drafter = mtp_drafter(model.decoder) if options.speculative else None
     limits = _limits(config, options)
@@ -41,6 +54,10 @@ def new_core(model: VerifiedModel, options: EngineOptions, communicator: Communi
         device=options.device,
         rank=communicator.rank,
     )
+    if place is None:
+        tracker = choose_tracker(options.integrity, num_pages, options.device)
+    else:
+        pools, tracker = place(pools)
     LOGGER.info(
         "KV cache: %s, %d pages of %d tokens, %d bytes a token, %d bytes",
         options.kv_format.name, num_pages - 1, PAGE_TOKENS, token_bytes, pools.size_bytes,
@@ -54,7 +71,7 @@ def new_core(model: VerifiedModel, options: EngineOptions, communicator: Communi
         limits,
         vocab_size=config.vocab_size,
         eos_token_ids=sorted(eos_token_ids),
-        tracker=choose_tracker(options.integrity, num_pages, options.device),
+        tracker=tracker,
         communicator=communicator,
         prefix_namespace=prefix_namespace(model.root_digest, options.kv_format.name) if options.prefix_cache else None,
         drafter=drafter,

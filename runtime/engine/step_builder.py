@@ -118,7 +118,7 @@ def _row_order(plan: StepPlan) -> _RowOrder:
 def _checked(
     plan: StepPlan, tables: BlockTables, tracker: PageTracker, communicator: Communicator
 ) -> PageTagCheck | None:
-    """Flags of all rows of the tables, the largest of all ranks; None when nobody checks."""
+    """Flags of all rows of the tables, the largest of all ranks; None when nobody checks or all is known to be well."""
     if not tracker.is_checking:
         return None
     tables.set_reads(
@@ -129,7 +129,9 @@ def _checked(
         }
     )
     check = tracker.check(tables.pages, tables.num_pages, tables.expected)
-    if check is not None and communicator.num_ranks > 1:
+    if communicator.num_ranks == 1:
+        return None if tracker.is_known_clean else check
+    if check is not None:
         # One message for both: all ranks then abort the same requests and quarantine the same pages.
         check = PageTagCheck(*communicator.maximum(torch.stack((check.flags, check.first_mismatch))).unbind(0))
     return check

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopt.errors import ConfigError, UnsupportedError
+from memopt.errors import ConfigError, SignatureError, UnsignedError, UnsupportedError
 from memopt.manifests.keys import PublicKey
 from memopt.manifests.policy import TrustPolicy
 from memopt.manifests.release import Release, open_release
@@ -65,7 +65,12 @@ def _load(
     options: EngineOptions,
     communicator: Communicator,
 ) -> VerifiedModel:
-    with open_release(folder, policy=policy, key=key) as release:
+    try:
+        opened = open_release(folder, policy=policy, key=key)
+    except UnsignedError as problem:
+        # `memopt verify` calls it malformed; who runs a model is told that nobody vouches for it.
+        raise SignatureError(problem.message, file=problem.file, remedy=problem.remedy) from None
+    with opened as release:
         names = release.files_for()
         config = parse_model_config(parse_json_object(release.read_file(CONFIG_NAME), CONFIG_NAME, ConfigError))
         tokenizer, no_tokenizer = _tokenizer(release, names)

@@ -23,11 +23,20 @@ _series = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A check whose arguments were found right; `run` repeats it on the tensors' present values, into `out`."""
+    """A check whose arguments were found right; `run` repeats it on the tensors' present values, into `out`.
 
-    tables: tuple[Tensor, Tensor, Tensor]
+    On the CPU `run` returns how many requests are flagged.
+    """
+
+    block_table: Tensor
+    num_pages: Tensor
+    expected: Tensor
     out: PageTagCheck
-    run: Callable[[], object]
+    run: Callable[[], int | PageTagCheck]
+
+    def is_of(self, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> bool:
+        """Whether these are the very tensors."""
+        return block_table is self.block_table and num_pages is self.num_pages and expected is self.expected
 
 
 class TaggedTracker:
@@ -51,6 +60,7 @@ class TaggedTracker:
         self._last_tag = series << TAG_COUNTER_BITS
         self._largest_tag = self._last_tag | ((1 << TAG_COUNTER_BITS) - 1)
         self._prepared: _Prepared | None = None
+        self._is_known_clean = False
 
     def on_allocate(self, pages: Sequence[int]) -> Sequence[int]:
         """New tags for the pages, written with one copy and one launch, however many there are."""
@@ -68,12 +78,18 @@ class TaggedTracker:
                 self._host_tags[page] = tag
         else:
             device = self.tags.device
-            self.tags[torch.tensor(pages, device=device)] = torch.arange(first, end, device=device)
+            places = torch.tensor(pages, dtype=torch.int64).to(device, non_blocking=True)
+            self.tags[places] = torch.arange(first, end, device=device)
         return new_tags
 
     def tag_of(self, page: int) -> int:
         """The tag that the page has now, NO_TAG outside the pool; waits for the device, so only for reports."""
         return int(self.tags[page]) if 0 <= page < self.tags.shape[0] else NO_TAG
+
+    @property
+    def is_known_clean(self) -> bool:
+        """Whether the host knows, without waiting, that the last check flagged nobody; never on a GPU."""
+        return self._is_known_clean
 
     def check(self, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> PageTagCheck:
         """`verify_page_tags` of B requests; the results are valid until the next call.
@@ -81,14 +97,19 @@ class TaggedTracker:
         The tensors of the call before (an engine's tables, changed in place) are not looked at again: on the CPU that
         is most of the time that a check takes.
         """
-        tables = (block_table, num_pages, expected)
         prepared = self._prepared
-        if prepared is not None and all(new is old for new, old in zip(tables, prepared.tables, strict=True)):
-            prepared.run()
-            return prepared.out
-        out = verify_page_tags(block_table, num_pages, self.tags, expected)
-        run: Callable[[], object] = partial(verify_page_tags, block_table, num_pages, self.tags, expected, out)
+        if prepared is None or not prepared.is_of(block_table, num_pages, expected):
+            prepared = self._prepared = self._prepare(block_table, num_pages, expected)
+        # A number from the CPU, the tensors themselves from a GPU.
+        self._is_known_clean = prepared.run() == 0
+        return prepared.out
+
+    def _prepare(self, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> _Prepared:
+        tags = self.tags
+        out = verify_page_tags(block_table, num_pages, tags, expected)
+        run: Callable[[], int | PageTagCheck]
         if self._host_tags is not None:
-            run = bound_check(block_table, num_pages, self.tags, expected, out)
-        self._prepared = _Prepared(tables, out, run)
-        return out
+            run = bound_check(block_table, num_pages, tags, expected, out)
+        else:
+            run = partial(verify_page_tags, block_table, num_pages, tags, expected, out)
+        return _Prepared(block_table, num_pages, expected, out, run)

@@ -34,11 +34,17 @@ class PageTracker(Protocol):
         """
         ...
 
+    @property
+    def is_known_clean(self) -> bool:
+        """Whether the host knows, without waiting, that the last check flagged nobody: nothing needs masking then."""
+        ...
+
 
 class NoopTracker:
     """No tags, no check, no cost."""
 
     is_checking = False
+    is_known_clean = False
 
     def on_allocate(self, pages: Sequence[int]) -> Sequence[int]:
         """NO_TAG for each page."""

@@ -36,6 +36,7 @@ class BlockTables:
             self._targets = (self.pages.numpy(), self.expected.numpy(), self.num_pages.numpy())
         self._free_rows = list(range(max_requests))[::-1]
         self._lengths: dict[int, int] = {}
+        self._reads: dict[int, int] = {}
 
     @property
     def max_pages(self) -> int:
@@ -86,7 +87,13 @@ class BlockTables:
         self._free_rows.append(row)
 
     def set_reads(self, num_pages: Mapping[int, int]) -> None:
-        """Row -> pages that the coming step reads of it; the other rows are not checked. Needed by the check alone."""
+        """Row -> pages that the coming step reads of it; the other rows are not checked. Needed by the check alone.
+
+        Nothing is written when the step before read as many, as most decode steps do.
+        """
+        if num_pages == self._reads:
+            return
+        self._reads = dict(num_pages)
         counts = [0] * self.pages.shape[0]
         for row, count in num_pages.items():
             counts[row] = count
@@ -104,4 +111,6 @@ class BlockTables:
         return table.masked_fill_(flags.index_select(0, rows).ne(0)[:, None], DUMMY_PAGE)
 
     def _values(self, numbers: list[int], dtype: torch.dtype) -> Any:
-        return numbers if self._is_on_cpu else torch.tensor(numbers, dtype=dtype, device=self.pages.device)
+        if self._is_on_cpu:
+            return numbers
+        return torch.tensor(numbers, dtype=dtype).to(self.pages.device, non_blocking=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from memopt.errors import ShapeError
 from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.model.decoder_layer import DecoderLayer
 from memopt.runtime.model.model_config import ModelConfig
@@ -32,7 +33,12 @@ class Decoder:
     mtp_layers: tuple[MtpLayer, ...] = ()
 
     def forward(self, rows: StepRows, pools: KvPools) -> Tensor:
-        """Hidden rows [R, H] before the final norm; stores every row's keys in `pools`."""
+        """Hidden rows [R, H] before the final norm; stores every row's keys in `pools`.
+
+        Raises ShapeError for pools of fewer layers than the model has.
+        """
+        if len(pools.layers) < len(self.layers):
+            raise ShapeError(f"the KV cache has {len(pools.layers)} layers, but the model {len(self.layers)}")
         x = self.embedding(rows.token_ids)
         rope = self.rotary.cos_sin(rows.positions)
         selection: Selection | None = None

@@ -17,7 +17,6 @@ from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.events import FinishReason, TextWatcher
 from memopt.runtime.engine.request import Request
 from memopt.runtime.engine.sampling_params import SamplingParams
-from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.stages.hand_over import HandOver
 from memopt.runtime.stages.kv_geometry import geometry_of
 from memopt.runtime.stages.model_identity import ModelIdentity
@@ -49,16 +48,14 @@ class DecodeStage:
     def __init__(
         self,
         core: EngineCore,
-        pools: KvPools,
         model: ModelIdentity,
         receiver: PageReceiver,
         *,
         new_text: Callable[[SamplingParams], TextWatcher] | None = None,
     ) -> None:
-        """`core` runs the model on `pools`, of any format but the reference one. `new_text`: for each request taken."""
+        """`core` has pools of any format but the reference one. `new_text`: for each request taken."""
         self._core = core
-        self._pools = pools
-        self._geometry = geometry_of(pools)
+        self._geometry = geometry_of(core.pools)
         self._model = model
         self._receiver = receiver
         self._new_text = new_text
@@ -184,7 +181,7 @@ class DecodeStage:
             return None
         pages = [held.page for held in request.pages[: len(hand_over.pages)]]
         try:
-            self._receiver.fetch(hand_over, self._pools, pages)
+            self._receiver.fetch(hand_over, self._core.pools, pages)
         except PeerError:
             self._core.abort(request.request_id)
             self._lose_sender()

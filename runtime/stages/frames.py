@@ -6,7 +6,7 @@
     5       1     kind
     6       2     zero
     8       8     bytes of the body
-    16      32    BLAKE2b-256 of the 16 bytes before and the body
+    16      32    SHA-256 of the 16 bytes before and the body
     48      n     body
 
 The digest finds faults of memory and network; whoever can open the connection is trusted not to forge.
@@ -163,7 +163,7 @@ def parse_slice(frame: Frame) -> tuple[PageSlice, memoryview]:
 
 
 def _digest(head: bytes, parts: Sequence[Bytes]) -> bytes:
-    digest = hashlib.blake2b(head, digest_size=_DIGEST_BYTES)
+    digest = hashlib.sha256(head)
     for part in parts:
         digest.update(part)
     return digest.digest()

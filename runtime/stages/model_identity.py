@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memopt.errors import ConfigError, HandOverError
-from memopt.manifests.manifest import canonical_json
+from memopt.errors import ConfigError, HandOverError, LedgerError
+from memopt.manifests.file_roles import LEDGER_NAME
 from memopt.manifests.release import Release
 from memopt.manifests.release_description import CONFIG_NAME
 from memopt.manifests.strict_json import parse_json_object
@@ -16,15 +18,15 @@ from memopt.manifests.strict_json import parse_json_object
 _STORAGE_FIELDS = frozenset(
     {"quantization_config", "compression_config", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 )
-# What a manifest says of the source when release.json does not name any.
-_NO_SOURCE = hashlib.sha256(canonical_json({})).hexdigest()
+# Buffers that engines compute; some recipes keep them, others drop them (docs/formats.md).
+_BUFFER = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """SHA-256 (hex) of the checkpoint that a release was made from, and of its config.json without storage fields.
+    """SHA-256 (hex) of the tensors that a release was made from, and of its config.json without storage fields.
 
-    Releases of one checkpoint, in whatever formats, are equal; a release of unknown source equals only itself.
+    Releases of one checkpoint, in whatever formats, are equal; a release without a ledger equals only itself.
     """
 
     source: str
@@ -41,13 +43,31 @@ class ModelIdentity:
 
 
 def model_identity(release: Release) -> ModelIdentity:
-    """The identity of an open release's model, from its signed manifest and its verified config.json."""
-    manifest = release.manifest
-    source = release.root_digest if manifest is None else manifest.source_digest
-    if source == _NO_SOURCE:
-        source = release.root_digest
+    """The identity of an open release's model, from its verified ledger and config.json.
+
+    `source` is the SHA-256 of the lines "<SHA-256 of a source tensor>  <its name>", sorted by name. (The source table
+    of release.json would not do: of a folder it has the headers' digests alone, which fine-tuned models share.)
+    Raises LedgerError or ConfigError for files out of form, and what `read_file` raises.
+    """
+    source = release.root_digest
+    if LEDGER_NAME in release.files_for():
+        tensors = dict(_source_tensors(release.read_file(LEDGER_NAME)))
+        source = _digest("".join(f"{sha256}  {name}\n" for name, sha256 in sorted(tensors.items())))
     config = parse_json_object(release.read_file(CONFIG_NAME), CONFIG_NAME, ConfigError)
-    return ModelIdentity(source, hashlib.sha256(repr(_without_storage(config)).encode()).hexdigest())
+    return ModelIdentity(source, _digest(repr(_without_storage(config))))
+
+
+def _source_tensors(ledger: bytes) -> Iterator[tuple[str, str]]:
+    """Name and SHA-256 (hex) of every tensor that the release was made from."""
+    for number, line in enumerate(ledger.splitlines(), 1):
+        try:
+            for source in json.loads(line)["sources"]:
+                if not source["name"].endswith(_BUFFER):
+                    yield source["name"], source["sha256"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise LedgerError(
+                f"line {number} does not name its sources", file=LEDGER_NAME, remedy="compress the checkpoint again"
+            ) from None
 
 
 def _without_storage(value: Any) -> Any:
@@ -55,3 +75,7 @@ def _without_storage(value: Any) -> Any:
     if isinstance(value, dict):
         return sorted((name, _without_storage(part)) for name, part in value.items() if name not in _STORAGE_FIELDS)
     return [_without_storage(part) for part in value] if isinstance(value, list) else value
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -18,7 +18,6 @@ from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.events import TokenEvent
 from memopt.runtime.engine.request import Request
 from memopt.runtime.engine.sampling_params import SamplingParams
-from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.stages.hand_over import MAX_NAME_CHARACTERS, HandOver
 from memopt.runtime.stages.kv_geometry import geometry_of
 from memopt.runtime.stages.model_identity import ModelIdentity
@@ -57,24 +56,24 @@ class PrefillStage:
     def __init__(
         self,
         core: EngineCore,
-        pools: KvPools,
         model: ModelIdentity,
         sender: PageSender,
         *,
         offer_seconds: float | None = None,
     ) -> None:
-        """`core` runs the model on `pools`, which are BF16: UnsupportedError for others.
+        """`core` has BF16 pools: UnsupportedError for others.
 
         `offer_seconds`: an offer without an answer is cancelled after that time, and when after as much again there is
         still none, the transport is closed. None: offers wait as long as the decode stage needs.
         """
-        if pools.kv_format is not BF16:
+        kv_format = core.pools.kv_format
+        if kv_format is not BF16:
             raise UnsupportedError(
-                f"the prefill stage's cache is {pools.kv_format.name}, but pages are handed over in bf16",
+                f"the prefill stage's cache is {kv_format.name}, but pages are handed over in bf16",
                 remedy='use kv_cache="bf16" for prefill; the decode stage converts to its own format',
             )
         self._core = core
-        self._geometry = geometry_of(pools)
+        self._geometry = geometry_of(core.pools)
         self._model = model
         self._sender = sender
         self._offer_seconds = offer_seconds

@@ -26,7 +26,8 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.self_attn\.(k_scale|v_scale)")
 # Kimi K2.5's other tower; the text model runs without it.
 _VISION = re.compile(r"(vision_tower|mm_projector)\..+")
-_TOP = "lm_head."
+# What a tied model may store and does not use: its head is the embedding.
+_HEAD = "lm_head."
 
 
 class ModelLoader:
@@ -45,10 +46,13 @@ class ModelLoader:
         """One stored tensor. Raises UnknownTensorError for a name that the model does not have."""
         if _NOT_WEIGHTS.fullmatch(name) or (self._config.family == "kimi_k25" and _VISION.fullmatch(name)):
             return
-        local = name.removeprefix(self._config.name_prefix)
+        prefix = self._config.name_prefix
+        if not name.startswith(prefix):
+            raise UnknownTensorError(f"tensors of this model start with {prefix!r}", tensor=name)
+        local = name.removeprefix(prefix)
         match = _LAYER.fullmatch(local)
         if match is None:
-            if not (self._config.is_embedding_tied and local.startswith(_TOP)):
+            if not (self._config.is_embedding_tied and local.startswith(_HEAD)):
                 self._top.add(local, tensor)
             return
         layer = int(match[1])

@@ -17,7 +17,9 @@ from signing_keys import fixed_key
 from tiny_releases import flip_byte
 from tokenizers import Tokenizer
 
-from cli.invoke import MEMOPT, Outcome, command, invoke, run_command
+import memopt
+from cli.invoke import Outcome, command, invoke, run_command
+from memopt.manifests.signer import KeySigner
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 # A small cache: its pages are zeroed when the engine starts.
@@ -93,6 +95,25 @@ def test_a_prompt_from_standard_input(model: SignedModel, answer: dict) -> None:
     assert (done.code, done.stdout) == (0, answer["text"] + "\n")
 
 
+def test_a_conversation_goes_through_the_template(model: SignedModel, tmp_path: Path) -> None:
+    folder = tmp_path / "release"
+    shutil.copytree(model.folder, folder)
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+    (folder / "chat_template.jinja").write_text(template)
+    memopt.sign_release(folder, [KeySigner(KEY)])
+    chatting = SignedModel(folder, model.key)
+    asked = ("--max-tokens", "6", "--json")
+    chat = objects(generate(chatting, "--chat", "def f(self):", "--system", "x", *asked))[0]
+    plain = objects(generate(chatting, "--prompt", "<|system|>x<|user|>def f(self):<|assistant|>", *asked))[0]
+    assert chat == plain
+    assert chat["num_prompt_tokens"] > 6
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only one message') }}")
+    memopt.sign_release(folder, [KeySigner(KEY)])
+    done = generate(chatting, "--chat", "hi")
+    assert (done.code, done.stdout) == (2, "")
+    assert "only one message" in done.refusal
+
+
 def test_a_stop_text_ends_the_answer_before_it(model: SignedModel, answer: dict) -> None:
     stop = answer["text"][3:6]
     done = generate(model, "--prompt", PROMPT, "--max-tokens", "12", "--stop", stop, "--json")
@@ -160,8 +181,7 @@ def test_nothing_is_generated_from_what_does_not_verify(model: SignedModel, tmp_
 
     (damaged / "model.sig").unlink()
     done = invoke("generate", damaged, "--verify-key", model.key, *asked)
-    assert (done.code, done.stdout) == (invoke("verify", damaged, "--key", model.key).code, "")
-    assert done.code > 0
+    assert (done.code, done.stdout) == (3, "")
     assert "not signed" in done.refusal
 
 
@@ -180,23 +200,6 @@ def test_wrong_requests(model: SignedModel, arguments: tuple[str, ...], code: in
     done = generate(model, "--max-tokens", "4", *arguments)
     assert (done.code, done.stdout) == (code, "")
     assert words in done.refusal
-
-
-def test_of_two_ranks_the_first_one_prints(tmp_path: Path) -> None:
-    ranks = signed_tiny_model(tmp_path / "ranks", tensor_parallel=2)
-    asked = ("generate", ranks.folder, "--verify-key", ranks.key, *SMALL, "--prompt", PROMPT, "--max-tokens", "6")
-    # One process of two that nobody else waits for would hang, were it not for the refusal.
-    done = run_command(*asked, "--tp", "2")
-    assert (done.code, done.stdout) == (2, "")
-    assert "--no-python memopt generate" in done.refusal
-    launch = [str(MEMOPT.with_name("torchrun")), "--standalone", "--nproc-per-node", "2", "--no-python"]
-    arguments = [*command(*asked), "--tp", "2", "--dtype", "float32", "--json"]
-    both = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    assert both.returncode == 0, both.stderr
-    completion, verdict = objects(Outcome(0, both.stdout, ""))
-    assert verdict["metrics"]["performance"]["num_generated_tokens"] == 6
-    alone = objects(invoke(*asked, "--dtype", "float32", "--json"))[0]
-    assert completion == alone
 
 
 def test_nobody_is_trusted_by_default(model: SignedModel) -> None:

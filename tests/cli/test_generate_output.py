@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from refusals import assert_refusal, refusal
 
-from memopt.cli.generate import write_whole
+from memopt.cli.generate import generate_command, write_whole
 from memopt.cli.generate_output import failure_of, shown
 from memopt.cli.generate_prompts import MAX_PROMPT_BYTES, PromptArguments, gather_prompts
 from memopt.errors import CapacityError, ContentError, MemoptError, MemoptIOError, NonFiniteError, UsageError
@@ -80,6 +80,13 @@ def test_a_terminal_is_not_ruled_by_an_answer(is_terminal: bool) -> None:
     text = "a\x1b[2J\x07b\n\té\u200d\x9b"
     with mock.patch.object(sys.stdout, "isatty", return_value=is_terminal):
         assert shown(text) == ("a\\x1b[2J\\x07b\n\té\u200d\\x9b" if is_terminal else text)
+
+
+def test_every_option_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text()
+    options = [name for parameter in generate_command.params for name in parameter.opts if name.startswith("--")]
+    assert len(options) > 20
+    assert [name for name in options if f"`{name}`" not in page] == []
 
 
 def test_a_file_is_written_whole(tmp_path: Path) -> None:

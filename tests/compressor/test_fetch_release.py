@@ -33,6 +33,7 @@ from memopt.errors import (
     OutputError,
     PolicyError,
     SignatureError,
+    UnsignedError,
     UsageError,
 )
 from memopt.manifests.policy import parse_policy, policy_for_key
@@ -133,7 +134,7 @@ def test_the_policy_is_asked_before_the_weights_come(
 def test_an_unsigned_repository(hub: HubServer, release: Path, dest: Path) -> None:
     (release / "model.sig").unlink()
     hub.add("org/tiny", release)
-    with refusal(BundleError, "model.sig", "not signed"):
+    with refusal(UnsignedError, "model.sig", "not signed"):
         pull(dest)
     assert hub.requested_files() == set()
 

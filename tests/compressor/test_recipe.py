@@ -86,7 +86,27 @@ def test_no_name_and_no_file_lists_what_is_shipped() -> None:
         ({"default": {"type": "int4", "group_size": True}}, ("default", "group_size")),
         ({"default": {"type": "int4", "scale": "max"}}, ("default", "scale", "mse-signed")),
         ({"default": {"type": "int4", "norm": 3}}, ("default", "norm", "2.4")),
-        ({"default": {"type": "int4", "method": "gptq"}}, ("default", "method", "'rtn'")),
+        ({"default": {"type": "int4", "method": "awq"}}, ("default", "method", "'gptq'")),
+        ({"default": {"type": "int4", "damping": 0.01}}, ("default", "damping", "weighted or gptq")),
+        ({"default": {"type": "int4", "max_fallback": 0.01}}, ("default", "max_fallback", "weighted or gptq")),
+        ({"default": {"type": "int4", "method": "gptq", "damping": None}}, ("default", "gptq needs damping")),
+        ({"default": {"type": "int4", "method": "gptq", "damping": 0}}, ("default", "damping", "greater than 0")),
+        ({"default": {"type": "int4", "method": "gptq", "scale": "absmax"}}, ("default", "mse or mse-signed")),
+        ({"default": {"type": "int4", "method": "weighted", "norm": 2.4}}, ("default", "norm: 2")),
+        ({"default": {"type": "int4", "method": "gptq", "max_fallback": "1"}}, ("max_fallback", '"1%"')),
+        ({"default": {"type": "int4", "method": "gptq", "max_fallback": "x%"}}, ("max_fallback", "float")),
+        ({"default": {"type": "int4", "method": "gptq", "max_fallback": "101%"}}, ("max_fallback", "less than")),
+        ({"default": {"type": "int4", "method": "gptq", "max_fallback": True}}, ("max_fallback", "true or false")),
+        ({"kv_cache": {"format": "int8"}}, ("kv_cache.format", "'fp8_e4m3'")),
+        ({"kv_cache": {}}, ("kv_cache.format", "required")),
+        ({"kv_cache": {"format": "fp8_e4m3", "scales": "dynamic"}}, ("kv_cache.scales", "'calibrated'")),
+        ({"kv_cache": {"format": "fp8_e4m3", "percentile": 100}}, ("kv_cache.percentile", "less than 100")),
+        ({"kv_cache": {"format": "fp8_e4m3", "scales": "unit", "percentile": 99.9}}, ("kv_cache", "calibrated")),
+        ({"gate": {}}, ("gate", "needs one of", "kl_max")),
+        ({"gate": {"kl": 0.05}}, ("gate.kl", "Extra inputs")),
+        ({"gate": {"kl_max": -1}}, ("gate.kl_max", "greater than or equal to 0")),
+        ({"gate": {"kl_max": float("nan")}}, ("gate.kl_max",)),
+        ({"gate": {"top1_min": 90}}, ("gate.top1_min", "less than or equal to 1")),
         ({"default": None}, ("default",)),
         ({"families": []}, ("families", "at least 1")),
         ({"families": "glm4_moe"}, ("families", "tuple")),
@@ -112,6 +132,50 @@ def test_a_wrong_field_is_named(change: dict[str, Any], words: tuple[str, ...]) 
 def test_a_missing_field_is_named(field: str) -> None:
     with refusal(RecipeError, "mine.yaml", field, "required"):
         parse({key: value for key, value in GOOD.items() if key != field})
+
+
+@pytest.mark.parametrize("method", ["weighted", "gptq"])
+def test_a_calibrated_format_fills_in_what_it_needs(method: str) -> None:
+    form = parse(GOOD | {"default": {"type": "int4", "method": method}}).default
+    assert isinstance(form, Int4Format)
+    assert (form.is_calibrated, form.damping, form.max_fallback) == (True, 0.01, 0.01)
+    form = parse(GOOD | {"default": {"type": "int4", "method": method, "damping": 0.1, "max_fallback": "2.5%"}}).default
+    assert isinstance(form, Int4Format)
+    assert (form.damping, form.max_fallback) == (0.1, 0.025)
+
+
+def test_what_needs_calibration() -> None:
+    rounded = {"roles": ["router"], "format": {"type": "int4"}}
+    solved = {"roles": ["router"], "format": {"type": "int4", "method": "gptq"}}
+    calibrated, unit = ({"format": "fp8_e4m3", "scales": scales} for scales in ("calibrated", "unit"))
+    assert not parse(GOOD | {"rules": [rounded], "kv_cache": unit}).needs_calibration
+    assert parse(GOOD | {"rules": [rounded, solved]}).needs_calibration
+    assert parse(GOOD | {"kv_cache": calibrated}).needs_calibration
+    assert parse(GOOD | {"default": {"type": "int4", "method": "weighted"}}).needs_calibration
+
+
+def test_gate_and_kv_cache() -> None:
+    table = GOOD | {"gate": {"kl_max": 0.05, "top1_min": "90%"}, "kv_cache": {"format": "fp8_e4m3"}}
+    found = parse(table)
+    assert found.gate is not None
+    assert (found.gate.kl_max, found.gate.top1_min, found.gate.score_drop_max_points) == (0.05, 0.9, None)
+    assert found.kv_cache is not None
+    assert (found.kv_cache.scales, found.kv_cache.percentile) == ("calibrated", None)
+
+
+def test_what_was_not_asked_for_is_not_written() -> None:
+    rule = {"roles": ["routed_expert"], "format": {"type": "int4", "group_size": 32}}
+    written = parse(GOOD | {"rules": [rule]}).model_dump(mode="json")
+    assert written["rules"][0]["format"] == {
+        "type": "int4", "method": "rtn", "group_size": 32, "scale": "mse-signed", "norm": "2",
+    }  # fmt: skip
+    assert "gate" not in written
+    assert "kv_cache" not in written
+    solved = parse(GOOD | {"default": {"type": "int4", "method": "gptq"}, "gate": {"kl_max": 0.05}})
+    written = solved.model_dump(mode="json")
+    assert written["default"]["damping"] == 0.01
+    assert written["gate"] == {"kl_max": 0.05}
+    assert Recipe.model_validate(written) == solved
 
 
 BASE = yaml.safe_dump(GOOD)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from step_cases import RowsOf, Steps
 from tiny_checkpoints import CONFIGS, tiny_config
+from torch import Tensor
 from transformers import AutoConfig, DeepseekV3Config
 from transformers.modeling_layers import MtpModel
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
@@ -15,13 +17,14 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm4
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm_dsa
 
 from differential.reference_weights import read_config, reference_weights
-from differential.releases import Releases
-from differential.transformers_runs import exact_model, lower_position_wins
+from differential.releases import Release, Releases
+from differential.transformers_runs import exact_model
 from memopt.errors import ConfigError
 from memopt.kernels.kv_formats import FP32
 from memopt.manifests.strict_json import parse_json_object
 from memopt.runtime.model.config_file import parse_model_config
 from memopt.runtime.model.model_config import MoeConfig
+from memopt.runtime.model.norms import rms_norm
 from memopt.runtime.model.rope import RotaryTable, apply_rope
 from memopt.runtime.model.router import route
 from memopt.runtime.weights.load_model import LoadOptions, load_decoder
@@ -94,12 +97,9 @@ def test_router(num_groups: int, groups_per_token: int, is_renormalized: bool) -
     torch.testing.assert_close(routing.expert_weights, weights.gather(1, order), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["glm-4.7", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["trained", "glm-4.7", "deepseek-v3"])
 def test_mtp_layer(name: str, releases: Releases) -> None:
-    """The layer over a prompt and ten further tokens, on the hidden rows of the decoder itself.
-
-    transformers has no MTP layer for glm_moe_dsa: tests/runtime/model/test_mtp.py has what that one foretells.
-    """
+    """The layer over a prompt and ten further tokens, on the hidden rows of the decoder itself."""
     release = releases.release(name)
     config = parse_model_config(read_config(release.export))
     weights = reference_weights(release.export)
@@ -122,24 +122,43 @@ def test_mtp_layer(name: str, releases: Releases) -> None:
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
-def transformers_mtp(release: Any, layer: int, weights: Any, hidden: Any, following: list[int]) -> torch.Tensor:
+def transformers_mtp(
+    release: Release, layer: int, weights: dict[str, Tensor], hidden: Tensor, following: list[int]
+) -> Tensor:
+    """Logits of transformers' MtpModel; of its parts for glm_moe_dsa, which has none there."""
     main = exact_model(release.folder, release.export)
-    mtp = MtpModel(main, 1).float().eval()
-    mtp.set_attn_implementation("eager")
     prefix = f"model.layers.{layer}."
     own = {name.removeprefix(prefix): tensor.float() for name, tensor in weights.items() if name.startswith(prefix)}
-    state = mtp.layers[0].state_dict()
+    positions, token_ids = torch.arange(len(following))[None], torch.tensor([following])
+    if main.config.model_type == "glm_moe_dsa":
+        config = copy.deepcopy(main.config)
+        config.indexer_types, config.mlp_layer_types = ["full"], ["sparse"]
+        block = glm_dsa.GlmMoeDsaDecoderLayer(config, 0).eval()
+        copy_weights(block.state_dict(), own)
+        with torch.inference_mode():
+            embedded = rms_norm(main.model.embed_tokens(token_ids), own["enorm.weight"], config.rms_norm_eps)
+            x = torch.cat((embedded, rms_norm(hidden, own["hnorm.weight"], config.rms_norm_eps)[None]), dim=-1)
+            angles = main.model.rotary_emb(x, positions)
+            mask = torch.full((len(following), len(following)), torch.finfo(torch.float32).min).triu(1)[None, None]
+            x, _ = block(x @ own["eh_proj.weight"].T, attention_mask=mask, position_embeddings=angles)
+            return main.lm_head(rms_norm(x, own["shared_head.norm.weight"], config.rms_norm_eps))[0]
+    mtp = MtpModel(main, 1).float().eval()
+    mtp.set_attn_implementation("eager")
+    copy_weights(mtp.layers[0].state_dict(), own)
+    with torch.inference_mode():
+        rows = mtp.forward_layer(0, hidden[None], positions, None, input_ids=token_ids)
+        return mtp._project_to_logits(rows)[0]
+
+
+def copy_weights(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Stored weights `own` of an MTP layer into a module of transformers."""
     renamed = {"post_norm.weight": "shared_head.norm.weight"}
     for name, parameter in state.items():
         stored = renamed.get(name, name.removeprefix("mtp_block."))
-        if ".experts." in name:
-            kind = stored.rpartition(".")[2]
+        kind = stored.rpartition(".")[2]
+        if kind in ("gate_up_proj", "down_proj"):
+            halves = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
             for expert, part in enumerate(parameter):
-                halves = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
                 part.copy_(torch.cat([own[f"mlp.experts.{expert}.{half}.weight"] for half in halves]))
         else:
             parameter.copy_(own[stored])
-    positions = torch.arange(len(following))
-    with torch.inference_mode(), lower_position_wins():
-        rows = mtp.forward_layer(0, hidden[None], positions[None], None, input_ids=torch.tensor([following]))
-        return mtp._project_to_logits(rows)[0]

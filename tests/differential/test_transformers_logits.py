@@ -25,16 +25,16 @@ from memopt.runtime.weights.load_model import LoadOptions, load_decoder
 NUM_DECODE_STEPS = 64
 # Largest difference of logits over the largest logit. Seen: 1.1e-6.
 TOLERANCE = 1e-4
-# Index_topk is 256 in the tiny models: prompts of `long` tokens have the indexer choose.
+# Over a rounded cache, where a value near a border rounds the other way: seen 8e-5 (bf16) and 8e-4 (fp8_e4m3).
+ROUNDED_TOLERANCE = 2e-3
+# index_topk is 256 in the tiny models: prompts of `long` tokens have the indexer choose.
 PROMPTS = {"short": 70, "long": 265}
 CASES = {
     "trained": "long",
     "glm-5.1": "long",
     "glm-5.2-mixed": "long",
     "glm-4.7": "short",
-    "glm-4.7-mixed": "short",
-    "deepseek-v3": "short",
-    "channel": "short",
+    "channel": "short",  # DeepSeek-V3, one INT4 scale a row
     "kimi-k2.6": "short",
 }
 
@@ -113,7 +113,7 @@ def check_selections(decoder: Decoder, recording: list[RecordingLayer], theirs: 
     assert next(full, None) is None
 
 
-@pytest.mark.parametrize("name", ["glm-5.2", "glm-4.7", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["glm-5.2", "glm-4.7"])
 def test_fp8_source_and_expanded_release(name: str, releases: Releases) -> None:
     """FP8 codes give the logits of their BF16 values, to the bit; so does a release that is expanded at load."""
     release = releases.release(name)
@@ -157,7 +157,7 @@ def test_logits_over_a_rounded_cache(name: str, kv_format: KvFormat, releases: R
         exact = all_logits(model, ids)
     ours = our_logits(decoder, ids, 100, kv_format)
     error = relative(ours, theirs)
-    assert error < TOLERANCE
+    assert error < ROUNDED_TOLERANCE
     assert relative(ours, exact) > 4 * error  # the rounding is what is compared
 
 

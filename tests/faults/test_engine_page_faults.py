@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def _run(decoder: Decoder, tracker: str, faults: set[str]) -> tuple[EngineCore, 
     return core, run
 
 
-def _strike(core: EngineCore, run: RecordedRun, faults: set[str]):  # type: ignore[no-untyped-def]
+def _strike(core: EngineCore, run: RecordedRun, faults: set[str]) -> Callable[[], None] | None:
     """The faults of that name; returns what undoes `free_only`, None if it is not among them."""
     requests = run.requests
     if "swapped own" in faults:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import F32, Q4_1, Q8_0, gguf_bytes, tiny_llama_bytes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.smollm2.ggml_blocks import GgmlType, decode
@@ -50,6 +50,7 @@ halves = st.floats(width=16, allow_nan=False, allow_infinity=False)
 
 
 @given(halves, halves, st.binary(min_size=16, max_size=16))
+@settings(deadline=None)
 def test_q4_1_is_ggmls_loop(scale: float, minimum: float, codes: bytes) -> None:
     # ggml-quants.c, dequantize_row_q4_1, one element after another.
     d, m = np.float32(scale), np.float32(minimum)
@@ -60,12 +61,14 @@ def test_q4_1_is_ggmls_loop(scale: float, minimum: float, codes: bytes) -> None:
 
 
 @given(st.integers(0, len(small_file()) - 1))
+@settings(deadline=None)
 def test_a_file_that_ends_early_is_refused(size: int) -> None:
     with pytest.raises(TruncatedError, match=r"ends at byte|needs"):
         parse_header(small_file()[:size], "cut.gguf")
 
 
 @given(st.integers(0, 200), st.integers(0, 255))
+@settings(deadline=None)
 def test_a_changed_byte_is_read_or_refused_but_never_crashes(position: int, byte: int) -> None:
     raw = bytearray(small_file())
     raw[position] = byte

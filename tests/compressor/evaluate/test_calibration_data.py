@@ -104,7 +104,7 @@ def test_other_refusals(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=6), st.integers(2, 17))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_windows_cover_what_they_should(tmp_path: Path, lengths: list[int], window_tokens: int) -> None:
     total = sum(lengths)
     ids = iter(range(total))

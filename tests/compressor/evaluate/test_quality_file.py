@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from evaluate_scores import made_quality, made_scores
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.compressor.evaluate.bootstrap import Interval
@@ -81,6 +81,7 @@ def test_quality_json_comes_back_as_it_went() -> None:
 
 
 @given(st.floats())
+@settings(deadline=None)
 def test_a_figure_is_a_json_number_of_known_form(value: float) -> None:
     text = figure_text(value)
     again = json.loads(text)
@@ -93,6 +94,7 @@ GOOD = render_quality(made_quality())
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255))
+@settings(deadline=None)
 def test_a_changed_byte_is_refused_or_gives_the_same_spelling(position: int, byte: int) -> None:
     raw = bytearray(GOOD)
     raw[position] = byte
@@ -226,6 +228,7 @@ POINTS = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e9)), max_size=5)
 
 
 @given(st.lists(POINTS, max_size=4), st.booleans(), st.text(max_size=20))
+@settings(deadline=None)
 def test_a_plot_is_well_formed_and_stays_inside(
     lines: list[list[tuple[float, float]]], is_log: bool, name: str
 ) -> None:

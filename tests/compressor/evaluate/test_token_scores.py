@@ -15,7 +15,7 @@ from memopt.errors import NonFiniteError, ShapeError
 
 
 @given(st.integers(1, 150), st.integers(2, 60), st.floats(0.1, 20), st.integers(0, 2**31 - 1))
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_scores_are_those_of_float64(rows: int, vocabulary: int, spread: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     base, release = (torch.randn(rows, vocabulary, generator=generator) * spread for _ in range(2))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.errors import ShapeError, UnsupportedError, UsageError
-from memopt.kernels.attention import top_k, top_k_reference
+from memopt.kernels.attention import top_k, top_k_cpu, top_k_reference
 
 # Few values, so that ties are the rule.
 VALUES = [0.0, -0.0, 1.0, -1.0, 1.5, math.inf, -math.inf, math.nan, -math.nan, 1e-45, -1e-45, 3.4e38]
@@ -39,6 +39,13 @@ def test_against_plain_python(rows: list[list[float]], k: int) -> None:
     wanted = [_by_hand(scores[request, : len(row)].tolist(), k) for request, row in enumerate(rows)]
     assert top_k_reference.top_k(scores, num_tokens, k).tolist() == wanted
     assert top_k.top_k(scores, num_tokens, k).tolist() == wanted
+
+
+def test_more_rows_than_are_sorted_at_once() -> None:
+    num_rows = top_k_cpu.BLOCK_ROWS * 2 + 3
+    scores = torch.randn((num_rows, 40), generator=torch.Generator().manual_seed(1)).mul_(4).round_()
+    num_tokens = (torch.arange(num_rows) % 41).to(torch.int32)
+    assert torch.equal(top_k.top_k(scores, num_tokens, 12), top_k_reference.top_k(scores, num_tokens, 12))
 
 
 def test_many_tokens_with_ties() -> None:

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import torch
+from descent_problems import make_descent_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from memopt.kernels.calibration.descent_block_cpu import TILE_ROWS, descend_block_cpu
 from memopt.kernels.calibration.descent_block_reference import descend_block_reference
-
-
-def _problem(num_experts: int, num_columns: int, num_rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients, a Hessian, scales of both signs, and codes to start from."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(num_experts, 3 * num_columns, num_columns, generator=generator)
-    hessian = inputs.mT @ inputs
-    signs = torch.where(torch.rand(num_experts, num_rows, generator=generator) < 0.3, -1.0, 1.0)
-    scale = (torch.rand(num_experts, num_rows, generator=generator) * 0.004 + 0.002).bfloat16().float() * signs
-    codes = torch.randint(-8, 8, (num_experts, num_columns, num_rows), generator=generator, dtype=torch.int8)
-    wanted = torch.randn(num_experts, num_columns, num_rows, generator=generator) * 0.02
-    return hessian @ (wanted - codes * scale[:, None]), hessian, scale, codes
 
 
 @settings(max_examples=40, deadline=None)
@@ -31,7 +19,8 @@ def _problem(num_experts: int, num_columns: int, num_rows: int, seed: int) -> tu
     seed=st.integers(0, 1000),
 )
 def test_the_bits_of_the_reference(num_experts: int, num_columns: int, num_rows: int, seed: int) -> None:
-    gradient, hessian, scale, codes = _problem(num_experts, num_columns, num_rows, seed)
+    block = make_descent_block(num_experts, num_columns, num_rows, seed)
+    gradient, hessian, scale, codes = block.gradient, block.hessian, block.scale, block.codes
     before, expected = gradient.clone(), codes.clone()
     descend_block_reference(gradient, hessian, scale, expected)
     descend_block_cpu(gradient, hessian, scale, codes)
@@ -40,7 +29,8 @@ def test_the_bits_of_the_reference(num_experts: int, num_columns: int, num_rows:
 
 
 def test_slices_of_larger_tensors() -> None:
-    gradient, hessian, scale, codes = _problem(2, 24, 10, seed=1)
+    block = make_descent_block(2, 24, 10, seed=1)
+    gradient, hessian, scale, codes = block.gradient, block.hessian, block.scale, block.codes
     part = slice(8, 20)
     expected = codes.clone()
     descend_block_reference(gradient[:, part], hessian[:, part, part], scale, expected[:, part])
@@ -49,7 +39,8 @@ def test_slices_of_larger_tensors() -> None:
 
 
 def test_each_column_gets_its_best_code_while_the_others_stay() -> None:
-    gradient, hessian, scale, codes = _problem(1, 6, 20, seed=2)
+    block = make_descent_block(1, 6, 20, seed=2)
+    gradient, hessian, scale, codes = block.gradient, block.hessian, block.scale, block.codes
     wanted = torch.linalg.solve(hessian.double(), gradient.double()) + codes.double() * scale.double()[:, None]
     expected = codes.clone()
     for column in range(6):

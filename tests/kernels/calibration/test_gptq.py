@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memopt.errors import AlignmentError, ContentError, MemoptError, NonFiniteError, ShapeError, UsageError
 from memopt.kernels.calibration.gptq import gptq_solve
+from memopt.kernels.calibration.gptq_factor import factorize_hessians
 from memopt.kernels.calibration.gptq_options import GptqOptions, GptqResult
 from memopt.kernels.calibration.gptq_reference import gptq_reference
 
@@ -225,3 +226,19 @@ def test_refusals(changed: dict[str, Tensor], kind: type[MemoptError], words: st
 def test_options_that_make_no_sense(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="damping is"):
         _solve(make_problem((40,), 4, 32), GptqOptions(**options))  # type: ignore[arg-type]
+
+
+def test_factors_that_the_caller_has_change_nothing() -> None:
+    problem = make_problem((90, 30), 8, 64)
+    options = GptqOptions(act_order=True)
+    factors = factorize_hessians(problem.hessian, options, with_roots=True)
+    given_factors = gptq_solve(problem.weight, problem.hessian, problem.scale, options, factors=factors)
+    own = _solve(problem, options)
+    assert torch.equal(given_factors.codes, own.codes)
+    assert torch.equal(given_factors.loss, own.loss)
+    without = factorize_hessians(problem.hessian, options, with_roots=False)
+    with pytest.raises(ShapeError, match="0 roots"):
+        gptq_solve(problem.weight, problem.hessian, problem.scale, options, factors=without)
+    small = factorize_hessians(problem.hessian[:, :32, :32].contiguous(), options, with_roots=True)
+    with pytest.raises(ShapeError, match="2, 32, 32"):
+        gptq_solve(problem.weight, problem.hessian, problem.scale, options, factors=small)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memopt.errors import ContentError
 from memopt.kernels.calibration import gptq_factor
-from memopt.kernels.calibration.gptq_factor import factorize_hessian, invert_upper
+from memopt.kernels.calibration.gptq_factor import damp_hessian, factorize_hessian, factorize_hessians, invert_upper
 from memopt.kernels.calibration.gptq_options import GptqOptions
 
 
@@ -91,3 +91,35 @@ def test_one_triangle_alone_is_refused() -> None:
 def test_what_is_no_hessian_is_refused(hessian: Tensor) -> None:
     with pytest.raises(ContentError, match=r"Hessian of expert 7.*not positive definite"):
         factorize_hessian(hessian, GptqOptions(), expert=7)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_importance_is_what_a_columns_error_costs(act_order: bool) -> None:
+    problem = make_problem((80, 30), 4, 24)
+    factors = factorize_hessians(problem.hessian, GptqOptions(act_order=act_order), with_roots=False)
+    assert factors.roots == ()
+    for expert in range(2):
+        damped = damp_hessian(problem.hessian, factors.damping)[expert].double()
+        order = factors.order[expert].tolist()
+        cost = torch.empty(24, dtype=torch.float64)
+        for step, column in enumerate(order):
+            # The Schur complement: what the columns behind cannot take up.
+            behind = order[step + 1 :]
+            taken = damped[column, behind] @ torch.linalg.solve(damped[behind][:, behind], damped[behind, column])
+            cost[column] = damped[column, column] - (taken if behind else 0.0)
+        torch.testing.assert_close(
+            factors.importance[expert].double(), cost / cost.max(), rtol=1e-3, atol=0, check_dtype=False
+        )
+
+
+def test_a_damped_hessian_is_what_was_factorized() -> None:
+    problem = make_problem((60, 0), 4, 24)
+    problem.hessian[0, 3] = 0.0
+    problem.hessian[0, :, 3] = 0.0
+    factors = factorize_hessians(problem.hessian, GptqOptions(), with_roots=True)
+    damped = damp_hessian(problem.hessian, factors.damping)
+    for expert in range(2):
+        root = factors.roots[expert].double()
+        torch.testing.assert_close(root @ root.T, damped[expert].double(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(damped[1], 1.01 * torch.eye(24))
+    assert factors.num_dead_columns.tolist() == [1, 24]

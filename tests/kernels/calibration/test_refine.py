@@ -124,9 +124,7 @@ def test_nothing_to_do_changes_nothing() -> None:
     found = _refined(problem, start, 0)
     assert torch.equal(found.codes, start)
     assert torch.equal(found.scale, problem.scale)
-    empty = refine_codes(
-        problem.weight[:, :0], problem.hessian, start[:, :0], problem.scale[:, :0], num_sweeps=2
-    )
+    empty = refine_codes(problem.weight[:, :0], problem.hessian, start[:, :0], problem.scale[:, :0], num_sweeps=2)
     assert empty.codes.shape == (1, 0, 32)
 
 
@@ -135,8 +133,8 @@ def test_refusals() -> None:
     start = plain_codes(problem.weight, problem.scale)
     with pytest.raises(UsageError, match="-1"):
         refine_codes(problem.weight, problem.hessian, start, problem.scale, num_sweeps=-1)
+    scale = torch.ones(1, 6, 5, dtype=torch.bfloat16)
     with pytest.raises(AlignmentError, match="5 scales"):
-        scale = torch.ones(1, 6, 5, dtype=torch.bfloat16)
         refine_codes(problem.weight, problem.hessian, start, scale, num_sweeps=1)
     with pytest.raises(ShapeError, match="hessian"):
         refine_codes(problem.weight, problem.hessian[:, :8, :8].contiguous(), start, problem.scale, num_sweeps=1)

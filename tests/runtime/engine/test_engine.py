@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from signed_tiny_model import SignedModel, signed_tiny_model
+from signed_tiny_model import IDENTITY, KEY, SignedModel, signed_tiny_model
 from signing_keys import fixed_key
 
 from memopt.errors import (
@@ -22,7 +23,7 @@ from memopt.errors import (
     UnsupportedError,
     UsageError,
 )
-from memopt.manifests.policy import TrustPolicy
+from memopt.manifests.policy import policy_for_key
 from memopt.runtime.engine import engine as engine_module
 from memopt.runtime.engine.engine import Engine
 from memopt.runtime.engine.leader_commands import Abortion, Submission, parse_commands, render_commands
@@ -187,14 +188,14 @@ def test_changed_small_files_mean_no_engine(
 def test_signature_policy_and_layout(release: SignedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_key = fixed_key(9).public_key
     assert isinstance(refusal(monkeypatch, release.folder, key=wrong_key), SignatureError)
-    policy = TrustPolicy((fixed_key(1).public_key,), min_counter=8)
+    policy = replace(policy_for_key(KEY.public_key), min_counters={IDENTITY: 8})
     assert isinstance(refusal(monkeypatch, release.folder, policy=policy), PolicyError)
     assert isinstance(refusal(monkeypatch, release.folder), UsageError)
     folder = copied(release, tmp_path)
     (folder / "extra.bin").write_bytes(b"x")
     assert isinstance(refusal(monkeypatch, folder, key=release.key), LayoutError)
     (folder / "model.sig").unlink()
-    assert refusal(monkeypatch, folder, key=release.key).exit_code == ExitCode.SIGNATURE
+    assert isinstance(refusal(monkeypatch, folder, key=release.key), SignatureError)
 
 
 def test_a_closed_engine_says_so(release: SignedModel) -> None:
@@ -220,7 +221,7 @@ def test_guessing_needs_a_layer_that_guesses() -> None:
     class NoMtp:
         mtp_layers = ()
 
-        class config:  # noqa: N801
+        class config:
             family = "glm4_moe"
 
     with pytest.raises(UnsupportedError, match="glm4_moe has none"):

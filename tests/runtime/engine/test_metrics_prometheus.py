@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prometheus_parser import parse
 
@@ -95,6 +97,11 @@ def test_a_strict_parser_reads_it(metrics: EngineMetrics) -> None:
         assert name.endswith("_seconds") == (family.kind == "histogram"), name
         assert family.help_text.endswith(".")
     assert families["memopt_kv_bytes"].samples == [("", {}, 4096.0)]
+
+
+def test_every_metric_is_documented(metrics: EngineMetrics) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "runtime.md").read_text()
+    assert [name for name in parse(prometheus_text(metrics)) if f"`{name}`" not in page] == []
 
 
 def test_labels_stand_on_every_sample(metrics: EngineMetrics) -> None:

@@ -70,10 +70,13 @@ def _flags(tracker: TaggedTracker, tables: BlockTables) -> tuple[list[int], list
 def test_a_repeated_check_sees_what_changed() -> None:
     tracker = TaggedTracker(6, "cpu")
     tables = _tables(tracker)
+    assert not tracker.is_known_clean
     for _ in range(2):
         assert _flags(tracker, tables) == ([0, 0, 0], [-1, -1, -1])
+        assert tracker.is_known_clean
     tracker.on_allocate([2])
     assert _flags(tracker, tables) == ([1, 0, 0], [1, -1, -1])
+    assert not tracker.is_known_clean
     tables.pages[1, 0] = 5
     assert _flags(tracker, tables) == ([1, 1, 0], [1, 0, -1])
     tables.drop_row(0)

@@ -140,9 +140,9 @@ def test_an_offer_out_of_form_ends_the_transport() -> None:
         receiver.close()
 
 
-def new_sender() -> tuple[SocketPageSender, FrameConnection]:
+def new_sender(timeout_seconds: float = 1.0) -> tuple[SocketPageSender, FrameConnection]:
     one, other = socket.socketpair()
-    return SocketPageSender(one, SOURCE, NoopTracker(), timeout_seconds=1.0), FrameConnection(other)
+    return SocketPageSender(one, SOURCE, NoopTracker(), timeout_seconds=timeout_seconds), FrameConnection(other)
 
 
 def test_answers_may_come_twice_but_count_once() -> None:
@@ -186,17 +186,31 @@ def test_a_receiver_that_breaks_the_format_is_cut_off(kind: FrameKind, body: byt
     peer.close()
 
 
+def offer_too_much(sender: SocketPageSender) -> None:
+    """Offers of some megabytes, which nobody reads."""
+    for number in range(1, 30):
+        sender.offer(hand_over_of(SOURCE, list(range(1, 400)), 64 * 399, number=number))
+
+
 def test_a_receiver_that_does_not_read_is_left_in_time() -> None:
     """Offers pile up behind a full socket: the engine's thread never waits, and the transport ends."""
     sender, peer = new_sender()
     started = time.monotonic()
-    long = hand_over_of(mla_pools(2), list(range(1, 400)), 64 * 399)
-    for number in range(1, 30):
-        sender.offer(hand_over_of(mla_pools(2), [held.page for held in long.pages], 64 * 399, number=number))
+    offer_too_much(sender)
     assert time.monotonic() - started < 5
     with pytest.raises(PeerError, match="silent"):
         wait_for(sender.poll)
     sender.close()
+    peer.close()
+
+
+def test_close_does_not_wait_for_a_receiver_that_does_not_read() -> None:
+    sender, peer = new_sender(timeout_seconds=600.0)
+    offer_too_much(sender)
+    time.sleep(0.1)
+    started = time.monotonic()
+    sender.close()
+    assert time.monotonic() - started < 5
     peer.close()
 
 

@@ -19,6 +19,7 @@ from stage_pairs import Stages, greedy, prompt_of, stages
 from memopt.errors import PeerError, UnsupportedError, UsageError
 from memopt.kernels.kv_formats import BF16, FP8_DS_MLA, FP8_E4M3, FP32, KvFormat
 from memopt.runtime.engine.sampling_params import SamplingParams
+from memopt.runtime.integrity.tagged_tracker import TaggedTracker
 from memopt.runtime.integrity.tracker import NoopTracker
 from memopt.runtime.stages import prefill_stage
 from memopt.runtime.stages.decode_stage import DecodeEvent, DecodeStage
@@ -106,8 +107,8 @@ def test_what_needs_no_decoding_ends_in_the_prefill_stage() -> None:
 def test_another_model_is_refused(change: dict[str, str]) -> None:
     pools, other = mla_pools(9), mla_pools(9)
     sender, receiver = local_transport(pools, NoopTracker())
-    prefill = PrefillStage(pooled_core(pools), pools, replace(MODEL, **change), sender)
-    decode = DecodeStage(pooled_core(other), other, MODEL, receiver)
+    prefill = PrefillStage(pooled_core(pools), replace(MODEL, **change), sender)
+    decode = DecodeStage(pooled_core(other), MODEL, receiver)
     events = run_once(prefill, decode)
     assert events[-1][:2] == ("a", "refused")
     assert next(iter(change)).split("_")[0] in events[-1][2]
@@ -127,16 +128,16 @@ def run_once(prefill: PrefillStage, decode: DecodeStage) -> list[tuple[str, str,
 def test_other_kinds_of_pages_are_refused() -> None:
     pools, other = mla_pools(9), gqa_pools(9)
     sender, receiver = local_transport(pools, NoopTracker())
-    prefill = PrefillStage(pooled_core(pools), pools, MODEL, sender)
-    decode = DecodeStage(pooled_core(other), other, MODEL, receiver)
+    prefill = PrefillStage(pooled_core(pools), MODEL, sender)
+    decode = DecodeStage(pooled_core(other), MODEL, receiver)
     assert "layer 0 of the prefill stage has mla+indexer pages, here gqa:2x64" in run_once(prefill, decode)[-1][2]
 
 
 def test_a_request_that_could_never_end_is_refused_at_once() -> None:
     pools, other = mla_pools(9), mla_pools(9)
     sender, receiver = local_transport(pools, NoopTracker())
-    prefill = PrefillStage(pooled_core(pools), pools, MODEL, sender)
-    decode = DecodeStage(pooled_core(other, max_tokens=78), other, MODEL, receiver)
+    prefill = PrefillStage(pooled_core(pools), MODEL, sender)
+    decode = DecodeStage(pooled_core(other, max_tokens=78), MODEL, receiver)
     assert "longest sequence is 78" in run_once(prefill, decode)[-1][2]
 
 
@@ -146,9 +147,9 @@ def test_formats_that_cannot_be_handed_over_are_refused() -> None:
         sender, receiver = local_transport(pools, NoopTracker())
         with refusal(UnsupportedError, kv_format.name):
             if is_sender:
-                PrefillStage(pooled_core(pools), pools, MODEL, sender)
+                PrefillStage(pooled_core(pools), MODEL, sender)
             else:
-                DecodeStage(pooled_core(pools), pools, MODEL, receiver)
+                DecodeStage(pooled_core(pools), MODEL, receiver)
 
 
 def test_names_are_unique_while_they_are_in_use() -> None:
@@ -248,6 +249,46 @@ def test_offers_can_have_a_time_limit(kind: str, monkeypatch: pytest.MonkeyPatch
         assert pair.prefill_core.pages.manager.num_used == 0
 
 
+def test_a_request_that_loses_its_pages_to_a_quarantine_ends_alone() -> None:
+    """Its prompt was computed with the prefill stage's weights: it is not computed again with others."""
+    with stages(decode_pages=7) as pair:
+        for name in "ab":
+            pair.prefill.submit(name, prompt_of(64), greedy(66))
+        wait_until_taken(pair, *"ab")
+        # Both hold two pages of six and will need a third.
+        manager = pair.decode_core.pages.manager
+        free = [page for page in range(1, 7) if manager.num_holders(page) == 0]
+        assert len(free) == 2
+        assert all(manager.quarantine(page) for page in free)
+        while pair.decode.has_work:
+            pair.decode_events += pair.decode.step()
+            pair.decode_core.pages.check()
+        assert (pair.reason("a"), pair.reason("b")) == ("length", "capacity")
+        assert pair.tokens("a") == expected_tokens(prompt_of(64), 66)
+        assert pair.tokens("b") == expected_tokens(prompt_of(64), 66)[: len(pair.tokens("b"))]
+        assert manager.num_used == 0
+
+
+def test_offers_can_share_a_prefix() -> None:
+    """Pages that the prefix index keeps are offered, and given back, as any others; the index keeps them."""
+    pools, other = mla_pools(20), mla_pools(30)
+    tracker = TaggedTracker(20, "cpu")
+    sender, receiver = local_transport(pools, tracker)
+    core = pooled_core(pools, tracker, prefix_namespace=b"test")
+    prefill, decode = PrefillStage(core, MODEL, sender), DecodeStage(pooled_core(other), MODEL, receiver)
+    pair = Stages(prefill, decode, core, decode._core)
+    prompts = {"a": prompt_of(200), "b": prompt_of(200), "c": prompt_of(128) + [5] * 40}
+    for name, prompt in prompts.items():
+        prefill.submit(name, prompt, greedy(9))
+        wait_until_offered(pair, name)
+    # Three full pages of a and b, two of them c's too; one more page each.
+    assert core.pages.manager.num_used == 3 + 3
+    pair.run()
+    for name, prompt in prompts.items():
+        assert pair.tokens(name) == expected_tokens(prompt, 9)
+    assert core.pages.manager.num_used == 3
+
+
 class FirstTokenEnds:
     """A text watcher whose stop text is the very first token."""
 
@@ -261,8 +302,8 @@ class FirstTokenEnds:
 def test_a_stop_text_in_the_first_token_needs_no_pages() -> None:
     pools, other = mla_pools(9), mla_pools(9)
     sender, receiver = local_transport(pools, NoopTracker())
-    prefill = PrefillStage(pooled_core(pools), pools, MODEL, sender)
-    decode = DecodeStage(pooled_core(other), other, MODEL, receiver, new_text=lambda _: FirstTokenEnds())
+    prefill = PrefillStage(pooled_core(pools), MODEL, sender)
+    decode = DecodeStage(pooled_core(other), MODEL, receiver, new_text=lambda _: FirstTokenEnds())
     prefill.submit("a", prompt_of(10), greedy(9))
     assert [event.state for event in prefill.step()] == ["offered"]
     first = expected_tokens(prompt_of(10), 1)[0]

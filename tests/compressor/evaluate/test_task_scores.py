@@ -1,0 +1,103 @@
+"""Task scores from lm-eval's results: what is compared, what is refused, and how lm-eval is called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.compressor.evaluate.lm_eval_run import Endpoint, run_tasks
+from memopt.compressor.evaluate.task_scores import compare_tasks, read_results
+from memopt.errors import DataFileError, NetworkError, UsageError
+
+
+def results(num_samples: int = 200, **scores: float) -> dict[str, Any]:
+    """A results file as lm-eval 0.4 writes it."""
+    return {
+        "results": {
+            task: {
+                "alias": task,
+                "exact_match,strict-match": score,
+                "exact_match_stderr,strict-match": 0.02,
+                "exact_match,flexible-extract": score + 0.01,
+                "exact_match_stderr,flexible-extract": 0.02,
+            }
+            for task, score in scores.items()
+        },
+        "n-samples": {task: {"original": 1319, "effective": num_samples} for task in scores},
+    }
+
+
+def test_scores_are_points_and_the_drop_is_base_minus_release() -> None:
+    (score,) = compare_tasks(results(gsm8k=0.7), results(gsm8k=0.69))
+    assert (score.task, score.metric, score.num_samples) == ("gsm8k", "exact_match,flexible-extract", 200)
+    assert score.drop == pytest.approx(1.0)
+    assert score.base_error == pytest.approx(2.0)
+
+
+def test_acc_norm_goes_before_acc() -> None:
+    table = {"results": {"arc": {"acc,none": 0.5, "acc_norm,none": 0.6, "acc_stderr,none": "N/A"}}}
+    (score,) = compare_tasks(table, table)
+    assert (score.metric, score.base, score.base_error) == ("acc_norm,none", 60.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("base", "release", "words"),
+    [
+        (results(a=0.1, b=0.2), results(a=0.1), "task b was run on one model only"),
+        (results(a=0.1), results(a=0.1, num_samples=100), "200 samples, and .* of 100"),
+        ({"results": {"a": {"perplexity,none": 3.0}}}, results(a=0.1), "task a has none of acc_norm"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(base: dict[str, Any], release: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataFileError, match=words):
+        compare_tasks(base, release)
+
+
+def test_a_file_without_results_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"results": {}}')
+    with pytest.raises(DataFileError, match="no results of lm-eval"):
+        read_results(tmp_path / "r.json")
+
+
+def fake_lm_eval(code: int, tables: Sequence[dict[str, Any]], seen: list[Sequence[str]]) -> Any:
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        seen.append(command)
+        folder = Path(command[command.index("--output_path") + 1]) / "model"
+        folder.mkdir()
+        for number, table in enumerate(tables):
+            (folder / f"results_{number}.json").write_text(json.dumps(table))
+        return subprocess.CompletedProcess(command, code, "", "line one\nconnection refused\n")
+
+    return run
+
+
+ENDPOINT = Endpoint("http://localhost:8000/v1/completions", "glm", Path("checkpoint"))
+
+
+def test_lm_eval_is_called_with_the_endpoint_and_its_file_is_read() -> None:
+    seen: list[Sequence[str]] = []
+    found = run_tasks(ENDPOINT, ["gsm8k", "arc"], limit=5, run=fake_lm_eval(0, [results(gsm8k=0.5)], seen))
+    assert found["results"].keys() == {"gsm8k"}
+    words = seen[0]
+    assert words[words.index("--tasks") + 1] == "gsm8k,arc"
+    assert words[words.index("--limit") + 1] == "5"
+    assert "base_url=http://localhost:8000/v1/completions" in words[words.index("--model_args") + 1].split(",")
+
+
+def test_a_failure_is_told_in_lm_evals_words() -> None:
+    with pytest.raises(NetworkError, match="code 1: line one connection refused"):
+        run_tasks(ENDPOINT, ["gsm8k"], run=fake_lm_eval(1, [], []))
+
+
+@pytest.mark.parametrize(
+    ("url", "tasks"),
+    [("localhost:8000", ["a"]), ("http://h/v1,model=x", ["a"]), (ENDPOINT.url, []), (ENDPOINT.url, ["--help"])],
+)
+def test_a_wrong_call_is_refused(url: str, tasks: list[str]) -> None:
+    with pytest.raises(UsageError):
+        run_tasks(Endpoint(url, "glm", Path("c")), tasks, run=fake_lm_eval(0, [], []))
