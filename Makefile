@@ -15,7 +15,10 @@ BENCH_MEMORY_GIB ?= 1 8
 BENCH_FOLDER ?=
 BENCH_PLACE = $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER))
 
-.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify bench-int4-cpu bench-gpu gate fuzz test-vllm clean
+# One thread a test process: two processes with two threads each are slower than with one.
+OMP_NUM_THREADS_IN_TESTS ?= 1
+
+.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify bench-int4-cpu bench-integrity bench-decode bench-gpu gate fuzz test-vllm clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -47,13 +50,16 @@ demo: $(VENV)/.runtime
 	@echo "The same release with files for 8 tensor-parallel ranks beside it, read from the signed one:"
 	$(BIN)/memopt shard $(DEMO_OUTPUT) demo-output/tiny-glm5-int4-tp8 --tp 8 --verify-key demo-output/release.pub
 	@echo
+	@echo "Text from the signed release, every byte of it verified first (a model of 13 MB, trained on Python for an hour):"
+	$(BIN)/memopt generate $(DEMO_OUTPUT) --verify-key demo-output/release.pub --prompt "def " --max-tokens 64
+	@echo
 	@echo "Made $(DEMO_OUTPUT), signed. Next: $(BIN)/memopt dequantize $(DEMO_OUTPUT) demo-output/tiny-glm5-bf16"
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS_IN_TESTS) $(BIN)/python -m pytest
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -m 'not gate'
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS_IN_TESTS) $(BIN)/python -m pytest -m 'not gate'
 
 # Ahead-of-time compiles of every kernel at production shapes, held to tests/kernels/compiled/budgets. No GPU needed.
 gate: $(VENV)/.test
@@ -96,6 +102,14 @@ bench-verify: $(VENV)/.test
 # INT4 products on the CPU against torch's float32 and BF16 ones.
 bench-int4-cpu: $(VENV)/.test
 	$(BIN)/python -m benchmarks.int4_gemm_cpu
+
+# What page tags cost a step: tagged against noop, paired blocks, a bootstrap interval.
+bench-integrity: $(VENV)/.test
+	$(BIN)/python benchmarks/page_tags_overhead.py
+
+# Tokens a second and peak memory against transformers on the dequantized weights, and vLLM where it is installed.
+bench-decode: $(VENV)/.test
+	$(BIN)/python benchmarks/decode_cpu.py
 
 # Correctness and speed of every kernel on the GPU that is at hand: under 5 minutes on one H200, no network.
 bench-gpu: $(VENV)/.test

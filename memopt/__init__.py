@@ -5,6 +5,7 @@
     >>> memopt.plan("GLM-5.2-FP8", "glm-5.2-int4").weights_size_bytes
     >>> memopt.compress("GLM-5.2-FP8", "GLM-5.2-INT4", recipe="glm-5.2-int4")
     >>> memopt.open_release("GLM-5.2-INT4", policy="trust.json").load(rank=3)
+    >>> memopt.Engine("GLM-5.2-INT4", policy="trust.json").generate(["def "], memopt.SamplingParams(max_tokens=64))
 
 Names are loaded on first use, so that `import memopt` costs milliseconds.
 """
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from memopt.manifests.stage import stage
     from memopt.manifests.verdict import Verdict
     from memopt.manifests.verify import VerifyOptions, verify_release
+    from memopt.runtime.engine.engine import Engine
+    from memopt.runtime.engine.events import Completion, TokenEvent
+    from memopt.runtime.engine.metrics import EngineMetrics
+    from memopt.runtime.engine.sampling_params import SamplingParams
 
 
 _HOMES = {
@@ -64,9 +69,17 @@ _HOMES = {
     "Verdict": "memopt.manifests.verdict",
     "VerifyOptions": "memopt.manifests.verify",
     "verify_release": "memopt.manifests.verify",
+    "Engine": "memopt.runtime.engine.engine",
+    "Completion": "memopt.runtime.engine.events",
+    "TokenEvent": "memopt.runtime.engine.events",
+    "EngineMetrics": "memopt.runtime.engine.metrics",
+    "SamplingParams": "memopt.runtime.engine.sampling_params",
 }
 
 __all__ = [
+    "Completion",
+    "Engine",
+    "EngineMetrics",
     "ExitCode",
     "Inspection",
     "MemoptError",
@@ -80,8 +93,10 @@ __all__ = [
     "Recipe",
     "Release",
     "RunResult",
+    "SamplingParams",
     "SignOptions",
     "SignResult",
+    "TokenEvent",
     "Verdict",
     "VerifyOptions",
     "__version__",

@@ -80,7 +80,8 @@ def imports(module: str, *, only_at_start: bool) -> frozenset[str]:
 
 def folder_of(module: str) -> str:
     relative = sources()[module].relative_to(ROOT)
-    return "cli" if relative.parts[:2] == ("memopt", "cli") else relative.parts[0]
+    is_cli = relative.parts[:2] in {("memopt", "cli"), ("memopt", "__main__.py")}
+    return "cli" if is_cli else relative.parts[0]
 
 
 def in_torch_package(module: str) -> bool:

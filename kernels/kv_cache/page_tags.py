@@ -2,7 +2,7 @@
 
 Every physical page has a 64-bit tag that changes when the page is given to somebody else. A request records the tags of
 its pages as it gets them. The check reads page ids from the block table that attention will read, so that it also finds
-a table that is wrong; what it does not find is in docs/kernels/kv_cache.md.
+a table that is wrong; what it does not find is in docs/page-life.md.
 """
 
 from __future__ import annotations

@@ -188,7 +188,9 @@ def test_no_expert_is_worse_than_plain_rounding(
     assert report.num_tokens == num_tokens
     hessian = _hessian(statistics, 0) if is_gptq else torch.diag(statistics.second_moment[0])
     true = _error(weight[0], _values(rows, 0), hessian)
-    assert report.error == pytest.approx(true, rel=1e-3, abs=1e-9 * report.energy)
+    # A product in float32 of terms that cancel: few tokens leave differences whose outputs are nearly zero.
+    terms = float((weight[0].double() - _values(rows, 0)).square().sum() * hessian.double().trace())
+    assert report.error == pytest.approx(true, rel=1e-3, abs=1e-6 * terms)
     nearest = torch.round(weight[0] / bf16_value(rows.scale_bits[0]).repeat_interleave(32, 1)).clamp(-8, 7)
     for column in dead:
         assert torch.equal(_codes(rows, 0)[:, column].float(), nearest[:, column])

@@ -95,7 +95,7 @@ def test_what_is_no_hessian_is_refused(hessian: Tensor) -> None:
 
 @pytest.mark.parametrize("act_order", [False, True])
 def test_importance_is_what_a_columns_error_costs(act_order: bool) -> None:
-    problem = make_problem((80, 30), 4, 24)
+    problem = make_problem((80, 30), 4, 24, group=8)
     factors = factorize_hessians(problem.hessian, GptqOptions(act_order=act_order), with_roots=False)
     assert factors.roots == ()
     for expert in range(2):
@@ -113,7 +113,7 @@ def test_importance_is_what_a_columns_error_costs(act_order: bool) -> None:
 
 
 def test_a_damped_hessian_is_what_was_factorized() -> None:
-    problem = make_problem((60, 0), 4, 24)
+    problem = make_problem((60, 0), 4, 24, group=8)
     problem.hessian[0, 3] = 0.0
     problem.hessian[0, :, 3] = 0.0
     factors = factorize_hessians(problem.hessian, GptqOptions(), with_roots=True)
