@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from memopt.compressor.calibration_budget import require_fallback_budget
+from memopt.compressor.calibration_options import CalibrationOptions
+from memopt.compressor.calibration_store import CALIBRATION_FOLDER, CalibrationStore
 from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.fingerprint import plan_fingerprint, run_fingerprint
 from memopt.compressor.job import Advance, Job, SourcePart, TensorReader, file_sizes
@@ -13,6 +18,7 @@ from memopt.compressor.ledger import ErrorSummary, TensorResult, ledger_line, le
 from memopt.compressor.metadata_files import MetadataFile, read_metadata
 from memopt.compressor.output_folder import FinishedIdentity
 from memopt.compressor.plan import Plan
+from memopt.compressor.progress import CALIBRATE_STAGE, Progress, ProgressCallback
 from memopt.compressor.quantize.backend import QuantizeBackend
 from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.release_file import render_release
@@ -22,17 +28,29 @@ from memopt.errors import UsageError
 
 
 class CompressJob(Job):
-    """Carries out `plan`; `backend` rounds. UsageError for a plan from a config alone, and for a recipe that
-    needs calibration data."""
+    """Carries out `plan`; `backend` rounds, `calibration` says where the data is that the plan was made for.
 
-    def __init__(self, plan: Plan, backend: QuantizeBackend) -> None:
+    UsageError for a plan from a config alone, for a recipe that needs calibration data without any, and for data that
+    the recipe does not need.
+    """
+
+    def __init__(
+        self, plan: Plan, backend: QuantizeBackend, calibration: CalibrationOptions | None = None
+    ) -> None:
         if plan.source.folder is None:
             raise UsageError("a plan from a config alone has no weights", remedy="name a checkpoint folder")
-        if plan.recipe.needs_calibration:
+        if plan.recipe.needs_calibration and calibration is None:
             raise UsageError(
                 f"recipe {plan.recipe.name} needs calibration data, and none was given",
-                remedy="use method rtn, and kv_cache scales: unit",
+                remedy="give --calibration text.jsonl; or use method rtn, and kv_cache scales: unit",
             )
+        if calibration is not None and not plan.recipe.needs_calibration:
+            raise UsageError(
+                f"recipe {plan.recipe.name} needs no calibration data, but some was given",
+                remedy="leave --calibration out, or use a recipe with method weighted or gptq",
+            )
+        self._calibration = calibration
+        self._store: CalibrationStore | None = None
         self._plan = plan
         self._backend = backend
         self._plan_fingerprint = plan_fingerprint(plan)
@@ -57,8 +75,24 @@ class CompressJob(Job):
     def open_source(self) -> SourceReader:
         return SourceReader(self._plan.source, self.folder)
 
+    def prepare(self, state: Path, workers: int, progress: ProgressCallback | None) -> None:
+        """Calibrate, unless there is nothing to. QualityGateError when too many experts ended with a lesser method."""
+        if self._calibration is None:
+            return
+        from memopt.compressor.calibrate.calibrate_model import calibrate_model
+
+        self._store = CalibrationStore(state / CALIBRATION_FOLDER)
+        calibrate_model(
+            self._plan,
+            self._store,
+            self._calibration,
+            num_workers=workers,
+            on_layer=layer_progress(self._plan, progress),
+        )
+        require_fallback_budget(self._plan.tensors, self._store.all_figures())
+
     def worker(self, reader: TensorReader, unit: Unit, advance: Advance) -> TensorWorker:
-        return TensorWorker(reader, self._backend, advance)
+        return TensorWorker(reader, self._backend, advance, self._store)
 
     def rows(self, unit: Unit, results: Sequence[TensorResult], digests: UnitDigests) -> list[dict[str, Any]]:
         places = unit.places()
@@ -91,6 +125,22 @@ class CompressJob(Job):
 
     def release_size_bytes(self) -> int:
         return len(render_release(self._plan))
+
+
+def layer_progress(plan: Plan, callback: ProgressCallback | None) -> Callable[[int, int], None]:
+    """Tells `callback` of finished layers, (done, all), as so many of all source bytes."""
+    started = time.monotonic()
+
+    def on_layer(done: int, total: int) -> None:
+        if callback is None:
+            return
+        size_bytes = plan.input_size_bytes
+        done_bytes = size_bytes * done // total
+        rate = done_bytes / max(time.monotonic() - started, 1e-9)
+        left = (size_bytes - done_bytes) / rate if rate else None
+        callback(Progress(done_bytes, size_bytes, done, 0, total, f"layer {done - 1}", rate, left, CALIBRATE_STAGE))
+
+    return on_layer
 
 
 def planned_sizes(plan: Plan) -> dict[str, int]:

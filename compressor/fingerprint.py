@@ -27,6 +27,8 @@ def plan_fingerprint(plan: Plan) -> str:
     options = asdict(plan.options)
     for of_layouts in ("tensor_parallel", "expert_parallel", "layout"):
         del options[of_layouts]
+    if plan.options.calibration is None:
+        del options["calibration"]
     identity = {
         "version": __version__,
         "files": {name: [file.size_bytes, file.header_sha256] for name, file in sorted(plan.source.files.items())},

@@ -16,6 +16,7 @@ from memopt.compressor.checkpoint.writer import TensorSink
 from memopt.compressor.ledger import ErrorSummary, TensorResult
 from memopt.compressor.metadata_files import MetadataFile
 from memopt.compressor.output_folder import FinishedIdentity
+from memopt.compressor.progress import ProgressCallback
 from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.compressor.units import Unit
@@ -101,6 +102,9 @@ class Job(ABC):
     @abstractmethod
     def open_source(self) -> Source:
         """Open what is read; raises as the reader does."""
+
+    def prepare(self, state: Path, workers: int, progress: ProgressCallback | None) -> None:  # noqa: B027
+        """Whatever must be done before the units, with work of its own in folder `state`; an earlier run's is there."""
 
     @abstractmethod
     def worker(self, reader: TensorReader, unit: Unit, advance: Advance) -> Worker:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.compressor.calibration_figures import BLANK_FIGURES, CalibrationFigures
 from memopt.compressor.ranks.cut import cut_of
 from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.tensor_plan import Fate, OutputTensor, TensorPlan
@@ -73,10 +74,14 @@ class ErrorSummary:
 
 @dataclass(frozen=True, slots=True)
 class TensorResult:
-    """What one tensor's work gave: the SHA-256 (hex) of every part read, by stored name, and error figures."""
+    """What one tensor's work gave: the SHA-256 (hex) of every part read, by stored name, and error figures.
+
+    `calibration`: for a weight whose codes follow from calibration data.
+    """
 
     source_sha256: Mapping[str, str]
     errors: ErrorFigures | None = None
+    calibration: CalibrationFigures | None = None
 
 
 def figure(value: float) -> float:
@@ -142,6 +147,8 @@ def ledger_row(
             "max_error": errors.max_error,
             "clipped_share": errors.clipped_share,
         }
+        if plan.int4 is not None and plan.int4.is_calibrated:
+            row["error"] |= (found.calibration or BLANK_FIGURES).ledger_figures()
     if plan.reason:
         row["reason"] = plan.reason
     return row

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memopt.compressor.balance import balance
+from memopt.compressor.calibration_options import CalibrationOptions
 from memopt.compressor.complete import require_complete
 from memopt.compressor.compress_job import CompressJob
 from memopt.compressor.job import Job, Source, Worker
@@ -106,6 +107,7 @@ def run_job(
             workspace.save_plan(source.stamps)
             workspace.make_folders(names)
             _write_small_files(job, workspace)
+            job.prepare(workspace.state, workers, progress)
             meter = ProgressMeter(
                 progress,
                 job.input_size_bytes(),
@@ -145,9 +147,12 @@ def run_plan(
     workers: int = 1,
     progress: ProgressCallback | None = None,
     before_finish: Callable[[], None] | None = None,
+    calibration: CalibrationOptions | None = None,
 ) -> RunResult:
-    """`run_job` for `plan`; the bytes do not depend on `backend` either. UsageError for a plan from a config alone."""
-    job = CompressJob(plan, backend)
+    """`run_job` for `plan`; the bytes do not depend on `backend` either. `calibration`: what the plan's identity of it
+    was made from. UsageError for a plan from a config alone, and as `CompressJob`.
+    """
+    job = CompressJob(plan, backend, calibration)
     return run_job(job, out, workers=workers, progress=progress, before_finish=before_finish)
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from memopt.compressor.alignment import COMMON_DEGREES, can_cut, cut_error
+from memopt.compressor.calibration_options import CalibrationIdentity
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
 from memopt.compressor.checkpoint.model_config import CONFIG_NAME, render_config
 from memopt.compressor.checkpoint.small_files import SkippedFile
@@ -47,6 +48,7 @@ class PlanOptions:
     `allow_code`: copy `.py` files. `release_name`: written into release.json (None: the recipe's name).
     `expert_parallel`: ranks that hold whole routed experts, everything else cut as for that many tensor-parallel ranks.
     `layout`: "hub", "tp" (rank files alone) or "both"; None is "both" with a degree above 1, else "hub".
+    `calibration`: the data that calibrated formats follow from.
     """
 
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
@@ -55,6 +57,7 @@ class PlanOptions:
     release_name: str | None = None
     expert_parallel: int | None = None
     layout: LayoutChoice | None = None
+    calibration: CalibrationIdentity | None = None
 
     @property
     def layouts(self) -> Layouts:

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["write", "check"]
+Stage = Literal["write", "check", "calibrate"]
 WRITE_STAGE: Stage = "write"
 # What an earlier run left is read again.
 CHECK_STAGE: Stage = "check"
+# Layers run over calibration data before anything is written.
+CALIBRATE_STAGE: Stage = "calibrate"
 
 
 @dataclass(frozen=True)
 class Progress:
     """A moment of a run. `num_resumed_units` were finished by an earlier run.
 
-    Bytes are source bytes in stage "write"; in stage "check", all that is read again: of the source and of the output.
+    Bytes are source bytes in stages "write" and "calibrate"; in stage "check", all that is read again: of the source and of the output.
     `rate_bytes_per_second` counts this run's work alone; `remaining_seconds` is None until there is a rate.
     """
 

@@ -20,6 +20,8 @@ from memopt.version import __version__
 
 FORMAT_VERSION = 1
 _LIBRARIES = ("numba", "numpy")
+# What a calibrated release follows from as well.
+_CALIBRATION_LIBRARIES = (*_LIBRARIES, "torch")
 # A figure while the table is one of Python: json would print a float in another width.
 _FIGURE_TOKEN = "\x00figure {}\x00"
 _TOKEN_IN_JSON = re.compile(r'"\\u0000figure ([0-9.e+-]+)\\u0000"')
@@ -76,6 +78,8 @@ def render_release(
     errors_by_role = errors_by_role or {}
     nothing = ErrorFigures().summary()
     quantized_roles = sorted({str(t.source.spec.role) for t in plan.tensors if t.fate is Fate.QUANTIZED})
+    calibration = plan.options.calibration
+    libraries = _LIBRARIES if calibration is None else _CALIBRATION_LIBRARIES
     table = {
         "format_version": FORMAT_VERSION,
         "identity": {
@@ -85,10 +89,11 @@ def render_release(
         },
         "source": _source(plan),
         "recipe": plan.recipe.model_dump(mode="json"),
-        "tool": {"memopt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
+        "tool": {"memopt": __version__, **{name: metadata.version(name) for name in libraries}},
         "formats": {"weights": _formats_by_role(plan), "kv_cache": "chosen at run time"},
         "stages": stages(plan),
         "rounding": rounding_rule() if quantized_roles else None,
+        **({} if calibration is None else {"calibration": calibration.table()}),
         "totals": {
             "fates": {str(fate): count for fate, count in plan.fate_counts.items()},
             "tensors": sum(len(unit.layout) for unit in plan.units),

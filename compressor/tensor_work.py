@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memopt.compressor.calibrated_codes import row_errors, stored_values
+from memopt.compressor.calibration_store import CalibrationStore
 from memopt.compressor.checkpoint.checkpoint import StoredTensor
 from memopt.compressor.checkpoint.source_tensor import PACKED, SCALE, SourceFormat, SourceTensor
 from memopt.compressor.checkpoint.writer import TensorSink
@@ -45,13 +47,21 @@ class RowChunk:
 class TensorWorker:
     """Does the work of one tensor after another for one thread; holds one chunk buffer.
 
-    `advance` is called with the number of source bytes done after each chunk; it raises to stop the work.
+    `advance` is called with the number of source bytes done after each chunk; it raises to stop the work. `calibrated`:
+    where codes come from that follow from calibration data, None without any.
     """
 
-    def __init__(self, reader: TensorReader, backend: QuantizeBackend, advance: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        reader: TensorReader,
+        backend: QuantizeBackend,
+        advance: Callable[[int], None],
+        calibrated: CalibrationStore | None = None,
+    ) -> None:
         self._reader = reader
         self._backend = backend
         self._advance = advance
+        self._calibrated = calibrated
         self._chunk_bytes = backend.chunk_bytes
         self._buffer = np.empty(self._chunk_bytes, np.uint8)
 
@@ -59,6 +69,8 @@ class TensorWorker:
         """Stream `plan` from the source into `out`. Output digests are the file's to give."""
         if plan.fate is Fate.COPIED:
             return TensorResult(self._copy(plan, out))
+        if plan.int4 is not None and plan.int4.is_calibrated and self._calibrated is not None:
+            return self._take_codes(plan, out, self._calibrated)
         if plan.fate is Fate.QUANTIZED:
             return self._quantize(plan, out)
         if plan.source.format is SourceFormat.INT4_PACKED:
@@ -159,6 +171,39 @@ class TensorWorker:
         # fsum is exact, so that the figures do not depend on numpy's order of summation.
         figures = ErrorFigures(math.fsum(sq_error), math.fsum(energy), max_error, num_clipped, rows * columns)
         return TensorResult(digests, figures)
+
+    def _take_codes(self, plan: TensorPlan, out: TensorSink, store: CalibrationStore) -> TensorResult:
+        """Codes and scales from the store; the source is read for its digest and the error figures."""
+        source = plan.source
+        packed, scale_output, shape = plan.outputs
+        digests: dict[str, str] = {}
+        scales = self._float8_scale(source, digests)
+        rows, columns = source.weight.shape
+        block = source.block or (rows, columns)
+        sq_error, energy = np.zeros(rows), np.zeros(rows)
+        max_error, num_clipped = 0.0, 0
+        for chunk in self._row_chunks(source.weight, block[0], digests):
+            bits = chunk.data.view(np.uint8 if scales is not None else np.uint16).reshape(chunk.count, columns)
+            values = stored_values(bits, *_chunk_scale(scales, block, rows, chunk))
+            parts = [
+                store.read(output.name, chunk.first * row_bytes, chunk.count * row_bytes)
+                for output in (packed, scale_output)
+                for row_bytes in (output.size_bytes // rows,)
+            ]
+            errors = row_errors(
+                values,
+                parts[0].view(np.int32).reshape(chunk.count, -1),
+                parts[1].view(np.uint16).reshape(chunk.count, -1),
+            )
+            out.append(packed.name, parts[0].data)
+            out.append(scale_output.name, parts[1].data)
+            sq_error[chunk.first : chunk.first + chunk.count] = errors.sq_error
+            energy[chunk.first : chunk.first + chunk.count] = errors.energy
+            max_error = max(max_error, errors.max_error)
+            num_clipped += errors.num_clipped
+        out.append(shape.name, np.array([rows, columns], np.int64).tobytes())
+        figures = ErrorFigures(math.fsum(sq_error), math.fsum(energy), max_error, num_clipped, rows * columns)
+        return TensorResult(digests, figures, store.figures(source.spec.name))
 
     def _dequantize_float8(self, plan: TensorPlan, out: TensorSink) -> dict[str, str]:
         source = plan.source

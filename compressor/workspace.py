@@ -4,6 +4,7 @@
     OUT/.memopt/plan.json           fingerprint and file stamps of the source
     OUT/.memopt/units/00001.json    written after its weight files are on disk under their final names (unit_record.py)
     OUT/.memopt/tmp/                files in flight
+    OUT/.memopt/calibration/        codes that follow from calibration data (calibration_store.py)
 
 The state folder goes last: it is renamed to OUT/.memopt-finished, then removed. So a folder without it, but with
 release.json, is complete, and a crash on the way out leaves nothing that looks half done.
@@ -78,6 +79,11 @@ class Workspace:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def state(self) -> Path:
+        """The folder that is gone once the release is complete."""
+        return self._state
 
     def _refuse_foreign(self, entries: set[str]) -> None:
         found = finished_identity(self.out) if RELEASE_NAME in entries else None

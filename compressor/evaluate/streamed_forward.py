@@ -20,9 +20,8 @@ from memopt.runtime.model.model_config import GqaConfig
 from memopt.runtime.model.norms import rms_norm
 from memopt.runtime.model.rope import RotaryTable
 from memopt.runtime.model.selection import Selection
-from memopt.runtime.model.vocabulary import Embedding, Head
-from memopt.runtime.weights.layer_builder import norm_weight
-from memopt.runtime.weights.linear_builder import build_linear
+from memopt.runtime.model.vocabulary import Head
+from memopt.runtime.weights.layer_builder import build_embedding, build_head, build_norm
 from memopt.runtime.weights.linears import DenseLinear
 from memopt.runtime.weights.load_options import LoadOptions
 
@@ -85,12 +84,12 @@ def final_states(model: StoredModel, windows: Sequence[Window], options: StreamO
     num_rows = sum(part.num_rows for part in parts)
     hidden = _storage(num_rows, config.hidden_size, load.dtype, options.scratch, options.part)
     top = model.top_level()
-    embedding = Embedding(norm_weight(top, "model.embed_tokens.weight", load), load.communicator)
-    norm = norm_weight(top, "model.norm.weight", load)
+    embedding = build_embedding(config, top, "model.embed_tokens.weight", load)
+    norm = build_norm(config, top, "model.norm.weight", load)
     if config.is_embedding_tied:
         head = Head(DenseLinear(embedding.weight), load.communicator)
     else:
-        head = Head(build_linear(top, "lm_head", load), load.communicator)
+        head = build_head(config, top, "lm_head", load)
     top.finish()
     cache_format = kv_format(options.kv_cache)
     pools = new_kv_pools(

@@ -81,14 +81,14 @@ def generate_command(
             metrics = running.metrics()
         if not is_first_rank:
             return
-        if metrics_file is not None:
-            from memopt.runtime.engine.prometheus import prometheus_text
-
-            write_whole(Path(metrics_file), prometheus_text(metrics))
         if as_json:
             print_json(completions)
         elif not is_streamed:
             print_texts(completions)
+        if metrics_file is not None:
+            from memopt.runtime.engine.prometheus import prometheus_text
+
+            write_whole(Path(metrics_file), prometheus_text(metrics))
         failure = failure_of(ends)
         if failure is not None:
             raise failure

@@ -144,13 +144,14 @@ class EngineCore:
         if plan.scheduled:
             self.num_steps += 1
             self.pages.launch(self.num_steps)
+            num_used_pages = self.pages.manager.num_used
             self._record_starts(plan, started_seconds)
             results = self._runner.run(plan)
             self.pages.retire(self.num_steps)
             events += self._apply(plan, results)
             num_prompt_rows = sum(item.num_prefill_rows for item in plan.scheduled)
             seconds = time.monotonic() - started_seconds
-            self._recorder.record_step(seconds, num_prompt_rows, self.pages.manager.num_used)
+            self._recorder.record_step(seconds, num_prompt_rows, num_used_pages)
         return events
 
     def abort(self, request_id: int) -> TokenEvent | None:

@@ -14,7 +14,7 @@ from memopt.runtime.engine.latency_histogram import LatencySummary
 class CapacityMetrics:
     """The KV cache now: `num_pages` that exist, those that are in use, and of quarantined ones that never are again.
 
-    `peak_used_pages`: the most at the end of any step. `num_tokens`: tokens whose keys running requests have stored.
+    `peak_used_pages`: the most in any step. `num_tokens`: tokens whose keys running requests have stored.
     """
 
     num_pages: int

@@ -54,7 +54,7 @@ class MetricsRecorder:
         self._num_preemptions += count
 
     def record_step(self, seconds: float, num_prompt_rows: int, num_used_pages: int) -> None:
-        """A step ended. `num_prompt_rows`: tokens of prompts that it computed."""
+        """A step ended. `num_prompt_rows`: tokens of prompts that it computed; `num_used_pages`: while it ran."""
         self._num_steps += 1
         self._busy_seconds += seconds
         self._num_prompt_tokens += num_prompt_rows

@@ -43,7 +43,7 @@ def _families(metrics: EngineMetrics) -> Iterable[_Family]:
     capacity, performance = metrics.capacity, metrics.performance
     yield _gauge("kv_pages", "Pages of the KV cache.", capacity.num_pages)
     yield _gauge("kv_pages_used", "Pages that are held or fenced.", capacity.num_used_pages)
-    yield _gauge("kv_pages_used_peak", "Most pages used at the end of a step.", capacity.peak_used_pages)
+    yield _gauge("kv_pages_used_peak", "Most pages used in a step.", capacity.peak_used_pages)
     yield _gauge("kv_pages_quarantined", "Pages never used again after a mismatch.", capacity.num_quarantined_pages)
     yield _gauge("kv_tokens", "Tokens that running requests have in the KV cache.", capacity.num_tokens)
     yield _gauge("kv_bytes", "Bytes of the KV cache.", capacity.size_bytes)

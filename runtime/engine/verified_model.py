@@ -6,7 +6,7 @@ files when it is opened, every weight's bytes when they are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memopt.errors import ConfigError, SignatureError, UnsignedError, UnsupportedError
@@ -50,9 +50,11 @@ def load_verified(
 ) -> VerifiedModel:
     """Open, verify and load; of several ranks each its own files, and all of them or none.
 
-    Raises what `open_release` and `Release.iter_tensors` raise, on every rank when it concerns any; then what is wrong
+    Raises ContentError on every rank whose options are not the same but for the device, what `open_release` and `Release.iter_tensors` raise, on every rank when it concerns any; then what is wrong
     with config.json, tokenizer or tensors. The release is closed again.
     """
+    # Ranks of different options would wait for each other's sums, or take one thing for another.
+    require_equal(communicator, "what the engine is asked to be", repr(replace(options, device="")).encode())
     model = all_ranks_or_none(communicator, lambda: _load(folder, policy, key, options, communicator))
     require_equal(communicator, "the release", model.root_digest.encode())
     return model

@@ -31,8 +31,9 @@ def new_kv_pools(
     device: torch.device | str = "cpu",
     rank: int = 0,
     kv_range: KvRange | None = None,
+    first_layer: int = 0,
 ) -> KvPools:
-    """Zeroed pools of `num_pages` pages, the dummy page among them, for layers 0 to num_layers - 1.
+    """Zeroed pools of `num_pages` pages, the dummy page among them, for layers `first_layer` to num_layers - 1.
 
     `num_kv_heads_here`: GQA heads of this rank, whose number `rank` says which of the scales are its own; MLA keeps one
     latent whatever it is. `scales`: for fp8_e4m3; None and layers that are not in them: 1.0. `kv_range` watches what is
@@ -44,7 +45,7 @@ def new_kv_pools(
     known = scales or UNIT_KV_SCALES
     bad_slot = torch.zeros(1, dtype=torch.int32, device=device)
     layers: list[LayerKv] = []
-    for layer in range(num_layers):
+    for layer in range(first_layer, num_layers):
         observer = kv_range.of_layer(layer) if kv_range is not None else None
         found = known.of_layer(layer)
         if isinstance(config.attention, MlaConfig):

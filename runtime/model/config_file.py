@@ -7,6 +7,7 @@ from typing import Any
 
 from memopt.errors import ConfigError, UnsupportedError
 from memopt.runtime.model.config_table import CONFIG_FILE, RopeTable, TextTable, parse_text_table
+from memopt.runtime.model.config_variants import refuse_quantization, refuse_variants
 from memopt.runtime.model.model_config import (
     FamilyName,
     GqaConfig,
@@ -27,6 +28,7 @@ FAMILIES: dict[str, FamilyName] = {
     "kimi_k25": "kimi_k25",
     "glm4_moe": "glm4_moe",
 }
+_TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 # Defaults of transformers' config classes where published files leave the field out.
 _GLM4_ROTARY_SHARE = 0.5
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
@@ -53,8 +55,11 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
             file=CONFIG_FILE,
             remedy="serve this model with vLLM or SGLang",
         )
-    nested = config.get("text_config")
-    table = parse_text_table({**{"eos_token_id": config.get("eos_token_id")}, **_present(nested)} if nested else config)
+    fields = _text_fields(config, family)
+    refuse_variants(fields, family, file=CONFIG_FILE)
+    for place in (config, fields):
+        refuse_quantization(place.get("quantization_config"), file=CONFIG_FILE)
+    table = parse_text_table(fields)
     rope = _rope_config(table, family)
     _check_sizes(table)
     return ModelConfig(
@@ -85,10 +90,23 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _present(table: Any) -> dict[str, Any]:
-    if not isinstance(table, Mapping):
-        raise ConfigError("text_config must be a table", file=CONFIG_FILE)
-    return {field: value for field, value in table.items() if value is not None}
+def _text_fields(config: Mapping[str, Any], family: FamilyName) -> Mapping[str, Any]:
+    """The text model's own table: the file itself, or `text_config` of a vision model."""
+    if family != "kimi_k25":
+        if config.get("text_config") is not None:
+            raise UnsupportedError(f"{family} with a text_config is not a text model", file=CONFIG_FILE)
+        return config
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        raise ConfigError("text_config must be a table", file=CONFIG_FILE, remedy="complete config.json")
+    if nested.get("model_type") not in (None, *_TEXT_MODELS):
+        raise UnsupportedError(
+            f"the text model is {nested['model_type']!r}, not {' or '.join(_TEXT_MODELS)}",
+            file=CONFIG_FILE,
+            remedy="serve this model with vLLM or SGLang",
+        )
+    shared = {"eos_token_id": config.get("eos_token_id")}
+    return shared | {field: value for field, value in nested.items() if value is not None}
 
 
 def _check_sizes(table: TextTable) -> None:
@@ -105,6 +123,8 @@ def _check_sizes(table: TextTable) -> None:
         problem = f"num_experts_per_tok {table.num_experts_per_tok} of {experts // groups * table.topk_group} experts"
     elif table.num_attention_heads % table.num_key_value_heads:
         problem = f"{table.num_attention_heads} heads for num_key_value_heads {table.num_key_value_heads}"
+    elif table.num_experts not in (None, experts):
+        problem = f"num_experts is {table.num_experts}, but n_routed_experts {experts}"
     if problem:
         raise ConfigError(problem, file=CONFIG_FILE)
 
@@ -190,7 +210,9 @@ def _rope_config(table: TextTable, family: FamilyName) -> RopeConfig:
         size = int(table.need("head_dim") * (_GLM4_ROTARY_SHARE if share is None else share))
     else:
         size = table.need("qk_rope_head_dim")
-    if size % 2 or (family == "glm4_moe" and size > table.need("head_dim")):
+        if share not in (None, 1.0):
+            raise UnsupportedError(f"partial_rotary_factor is {share} with latent attention", file=CONFIG_FILE)
+    if size < 2 or size % 2 or (family == "glm4_moe" and size > table.need("head_dim")):
         raise ConfigError(f"{size} rotary elements are not pairs of a head", file=CONFIG_FILE)
     is_interleaved = family == "glm_moe_dsa" or (family != "glm4_moe" and table.rope_interleave)
     return RopeConfig(theta, size, is_interleaved, _yarn_config(parameters, table))

@@ -50,6 +50,7 @@ class TextTable(BaseModel):
     num_attention_heads: Size
     num_key_value_heads: Size
     n_routed_experts: Size
+    num_experts: Size | None = None
     num_experts_per_tok: Size
     n_shared_experts: Count = 0
     n_group: Size = 1

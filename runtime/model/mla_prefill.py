@@ -17,16 +17,22 @@ from memopt.runtime.model.step_rows import PrefillChunk, StepRows
 
 
 def attend_prompt_rows(
-    query: Tensor, kv_b: Tensor, config: MlaConfig, rows: StepRows, kv: MlaLayerKv, selection: Selection | None
+    query: Tensor,
+    key_up: Tensor,
+    value_up: Tensor,
+    rows: StepRows,
+    kv: MlaLayerKv,
+    selection: Selection | None,
+    config: MlaConfig,
 ) -> Tensor:
     """Output [P, heads, value size] of the P prompt rows' queries [P, heads, nope + rope], in the query's type.
 
-    `kv_b` [heads, nope + value, latent] in the query's type. Every chunk reads its request's tokens from the pages, its
-    own included, which are stored already.
+    `key_up` [heads, nope, latent] and `value_up` [heads, value, latent] in the query's type. Every chunk reads its
+    request's tokens from the pages, its own included, which are stored already.
     """
     return torch.cat(
         [
-            _attend_chunk(query, kv_b, config, chunk, rows.block_table[chunk.first_row], kv, selection)
+            _attend_chunk(query, key_up, value_up, config, chunk, rows.block_table[chunk.first_row], kv, selection)
             for chunk in rows.chunks
         ]
     )
@@ -34,7 +40,8 @@ def attend_prompt_rows(
 
 def _attend_chunk(
     query: Tensor,
-    kv_b: Tensor,
+    key_up: Tensor,
+    value_up: Tensor,
     config: MlaConfig,
     chunk: PrefillChunk,
     pages: Tensor,
@@ -47,9 +54,10 @@ def _attend_chunk(
 
     def read_tile(first: int, after: int) -> tuple[Tensor, Tensor]:
         tokens = read_mla_tokens(kv.pool, slots[first:after], kv.kv_format, kv.scale).to(query.dtype)
-        expanded = tiled_matmul(tokens[:, : config.latent_size].contiguous(), kv_b.flatten(0, 1))
-        heads = expanded.view(-1, num_heads, kv_b.shape[1])
-        nope, values = torch.split(heads, [config.nope_size, config.value_size], dim=2)
+        latents = tokens[:, : config.latent_size].contiguous()
+        nope, values = (
+            tiled_matmul(latents, up.flatten(0, 1)).view(-1, num_heads, up.shape[1]) for up in (key_up, value_up)
+        )
         rope = tokens[:, None, MLA_LATENT_SIZE : MLA_LATENT_SIZE + config.rope_size].expand(-1, num_heads, -1)
         return torch.cat((nope, rope), dim=2), values
 

@@ -12,8 +12,9 @@ import torch
 from memopt.errors import ContentError, MemoptError
 from memopt.runtime.parallel.communicator import Communicator
 
-# A rank's refusal, padded to a fixed size, which ranks without one send too. Four texts, six bytes a character at most.
-_REPORT_BYTES = 2**15
+# A rank's refusal, padded to a fixed size, which ranks without one send too. Four texts, twelve bytes a character at most
+# (an escaped pair of surrogates).
+_REPORT_BYTES = 2**16
 _MAX_TEXT_CHARACTERS = 1000
 
 _Result = TypeVar("_Result")

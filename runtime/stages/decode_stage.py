@@ -53,7 +53,10 @@ class DecodeStage:
         *,
         new_text: Callable[[SamplingParams], TextWatcher] | None = None,
     ) -> None:
-        """`core` has pools of any format but the reference one. `new_text`: for each request taken."""
+        """`core` has pools of any format but the reference one.
+
+        `new_text`: for each request taken; without it events have no text, and requests with stop texts are refused.
+        """
         self._core = core
         self._geometry = geometry_of(core.pools)
         self._model = model
@@ -61,6 +64,7 @@ class DecodeStage:
         self._new_text = new_text
         self._waiting: deque[HandOver] = deque()
         self._running: dict[int, _Running] = {}
+        self._untold: list[DecodeEvent] = []
         self._is_sender_gone = False
 
     @property
@@ -79,15 +83,20 @@ class DecodeStage:
         return sum(running.num_pages for running in self._running.values())
 
     def step(self) -> list[DecodeEvent]:
-        """Hear what is offered, take what there is room for, and compute one step."""
+        """Hear what is offered, take what there is room for, and compute one step.
+
+        If it raises it can be tried again, which tells of what was done before.
+        """
         self._hear()
-        events = self._take_waiting()
+        self._take_waiting()
         for event in self._core.step():
             request_id = self._running[event.request_id].request_id
             if event.finish_reason is not None:
                 del self._running[event.request_id]
-            events.append(DecodeEvent(request_id, event.token_id, event.text, event.finish_reason))
-        return events + self._end_interrupted()
+            self._untold.append(DecodeEvent(request_id, event.token_id, event.text, event.finish_reason))
+        self._untold += self._end_interrupted()
+        told, self._untold = self._untold, []
+        return told
 
     def abort(self, request_id: str) -> list[DecodeEvent]:
         """End a request that runs or waits here; no events when there is none of that name."""
@@ -135,6 +144,8 @@ class DecodeStage:
             names = {running.request_id for running in self._running.values()}
             if hand_over.request_id in names or any(hand_over.request_id == one.request_id for one in self._waiting):
                 raise HandOverError(f"request {hand_over.request_id!r:.80} is here already")
+            if hand_over.params.stop and self._new_text is None:
+                raise HandOverError("it has stop texts, and this stage makes no text", remedy="give it new_text")
             if hand_over.params.max_tokens < 2:
                 raise HandOverError("max_tokens is 1, and the first token is there already")
             # The first token counts as one of the prompt's: it must be in the vocabulary as well.
@@ -146,8 +157,7 @@ class DecodeStage:
             return
         self._waiting.append(hand_over)
 
-    def _take_waiting(self) -> list[DecodeEvent]:
-        events: list[DecodeEvent] = []
+    def _take_waiting(self) -> None:
         while self._waiting:
             hand_over = self._waiting[0]
             num_pages = pages_for(hand_over.num_tokens + hand_over.params.max_tokens - 1)
@@ -156,10 +166,9 @@ class DecodeStage:
             taken = self._take(hand_over, num_pages)
             if taken is None:
                 break
-            events += taken
+            self._untold += taken
             if self._waiting and self._waiting[0] is hand_over:
                 self._waiting.popleft()
-        return events
 
     def _take(self, hand_over: HandOver, num_pages: int) -> list[DecodeEvent] | None:
         """The first token's event; none when the hand-over failed; None when it must wait for room."""

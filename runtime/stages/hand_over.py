@@ -81,18 +81,36 @@ class _Geometry(_Strict):
     layers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=MAX_LAYERS)]
 
 
-class _Header(_Strict):
-    version: Literal[1]
-    number: Annotated[int, Field(ge=1, le=_MAX_INT64)]
+class _Asked(_Strict):
+    """What the prefill stage's caller chooses."""
+
     request_id: _Name
     tenant: _Name
+    sampling: _Sampling
+
+
+class _Header(_Asked):
+    version: Literal[1]
+    number: Annotated[int, Field(ge=1, le=_MAX_INT64)]
     token_ids: Annotated[list[_Number], Field(min_length=1, max_length=MAX_TOKENS)]
     first_token: _Number
     num_tokens: _Number
-    sampling: _Sampling
     model: _Model
     geometry: _Geometry
     pages: Annotated[list[Annotated[list[_Number], Field(min_length=2, max_length=2)]], Field(max_length=MAX_TOKENS)]
+
+
+def require_sendable(request_id: str, tenant: str, params: SamplingParams, num_tokens: int) -> None:
+    """UsageError for a request that a receiver would refuse to read: it would cut the whole connection off."""
+    sampling = asdict(params) | {"stop": list(params.stop)}
+    try:
+        _Asked.model_validate({"request_id": request_id, "tenant": tenant, "sampling": sampling})
+    except ValidationError as problem:
+        raise UsageError(
+            f"{_first_of(problem)}: this cannot be handed over", remedy="shorten it, or use whole Unicode characters"
+        ) from None
+    if num_tokens > MAX_TOKENS:
+        raise UsageError(f"a prompt of {num_tokens:,} tokens; at most {MAX_TOKENS:,} can be handed over")
 
 
 def render_hand_over(hand_over: HandOver) -> bytes:
@@ -131,8 +149,7 @@ def parse_hand_over(raw: bytes) -> HandOver:
         header = _Header.model_validate(table)
         params = SamplingParams(**header.sampling.model_dump() | {"stop": tuple(header.sampling.stop)})
     except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-        raise _refusal(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise _refusal(_first_of(problem)) from None
     except UsageError as problem:
         raise _refusal(f"sampling: {problem.message}") from None
     if header.num_tokens != len(header.token_ids):
@@ -151,6 +168,11 @@ def parse_hand_over(raw: bytes) -> HandOver:
         geometry=KvGeometry(tuple(map(parse_layer, header.geometry.layers)), header.geometry.page_tokens),
         pages=tuple(HeldPage(page, tag) for page, tag in header.pages),
     )
+
+
+def _first_of(problem: ValidationError) -> str:
+    first = problem.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _refusal(message: str) -> HandOverError:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from memopt.errors import HandOverError, PeerError
+from memopt.errors import HandOverError, PeerError, UsageError
 from memopt.manifests.strict_json import parse_json_object
 from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.stages.frame_connection import FrameConnection
@@ -36,13 +36,22 @@ class SharedMemoryPageSender:
     """The sender's end (page_transport.PageSender)."""
 
     def __init__(self, connected: socket.socket, region: SharedRegion, *, timeout_seconds: float = 60.0) -> None:
-        """`connected`: a Unix stream socket, ours from now on. `region`: where the engine has its pools and tags."""
+        """`connected`: a Unix stream socket, ours from now on. `region`: where the engine has its pools and tags.
+
+        Raises UsageError for another socket, PeerError when the receiver is gone.
+        """
+        if connected.family != socket.AF_UNIX:
+            raise UsageError("memory is shared over a Unix socket only", remedy='use "unix:PATH", or SocketPageSender')
         connection = FrameConnection(connected, timeout_seconds=timeout_seconds)
         table = {
             "num_pages": region.pools.num_pages,
             "layers": [str(layer) for layer in geometry_of(region.pools).layers],
         }
-        connection.send(FrameKind.REGION, json.dumps(table).encode(), file_descriptor=region.file_descriptor)
+        try:
+            connection.send(FrameKind.REGION, json.dumps(table).encode(), file_descriptor=region.file_descriptor)
+        except BaseException:
+            connection.close()
+            raise
         self._offers = OfferConnection(connection, None)
 
     def offer(self, hand_over: HandOver) -> None:
@@ -71,15 +80,16 @@ class SharedMemoryPageReceiver:
         Raises PeerError when it does not come, HandOverError when it is not one.
         """
         connection = FrameConnection(connected, timeout_seconds=timeout_seconds)
-        frame, descriptor = connection.receive_with_descriptor()
         try:
-            self._region = _mapped(frame, descriptor)
-        except HandOverError:
+            frame, descriptor = connection.receive_with_descriptor()
+            try:
+                self._region = _mapped(frame, descriptor)
+            finally:
+                # A mapping outlives the descriptor that it was made from.
+                os.close(descriptor)
+        except BaseException:
             connection.close()
             raise
-        finally:
-            # A mapping outlives the descriptor that it was made from.
-            os.close(descriptor)
         self._inbox = OfferInbox(connection)
 
     def poll(self) -> list[Offer | Cancelled]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +19,7 @@ from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.events import TokenEvent
 from memopt.runtime.engine.request import Request
 from memopt.runtime.engine.sampling_params import SamplingParams
-from memopt.runtime.stages.hand_over import MAX_NAME_CHARACTERS, HandOver
+from memopt.runtime.stages.hand_over import HandOver, require_sendable
 from memopt.runtime.stages.kv_geometry import geometry_of
 from memopt.runtime.stages.model_identity import ModelIdentity
 from memopt.runtime.stages.page_transport import Answer, PageSender
@@ -100,8 +101,9 @@ class PrefillStage:
         """
         if self._is_closed:
             raise PeerError("the transport to the decode stage has ended", remedy="connect the stages again")
-        if not 0 < len(request_id) <= MAX_NAME_CHARACTERS or len(tenant) > MAX_NAME_CHARACTERS:
-            raise UsageError(f"names of requests and tenants have at most {MAX_NAME_CHARACTERS} characters")
+        if not request_id:
+            raise UsageError("a request without a name", remedy="choose one")
+        require_sendable(request_id, tenant, params, len(prompt))
         if request_id in self._by_name:
             raise UsageError(f"request {request_id!r} is running already", remedy="choose another name")
         first = replace(params, max_tokens=1)
@@ -128,7 +130,10 @@ class PrefillStage:
         """End the transport and give back the pages of offers without an answer: nobody can read them any more."""
         self._is_closed = True
         self._sender.close()
-        events = []
+        events: list[PrefillEvent] = []
+        with suppress(PeerError):
+            # An answer that came before the end is one.
+            events += self._answered()
         for started in list(self._offered.values()):
             self._forget(started)
             events.append(PrefillEvent(started.request_id, "lost", reason="the transport ended without an answer"))
@@ -166,9 +171,13 @@ class PrefillStage:
         started.offered_seconds = time.monotonic()
         self._offered[hand_over.number] = started
 
+    def _answered(self) -> list[PrefillEvent]:
+        """What has been answered. Raises PeerError once the transport has ended and all is told."""
+        return [event for answer in self._sender.poll() for event in self._after_answer(answer)]
+
     def _hear(self) -> list[PrefillEvent]:
         try:
-            events = [event for answer in self._sender.poll() for event in self._after_answer(answer)]
+            events = self._answered()
         except PeerError:
             return [] if self._is_closed else self.close()
         if self._offer_seconds is not None:

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from memopt.errors import MemoptIOError, PeerError, UsageError
@@ -47,23 +48,27 @@ def listen(address: str) -> socket.socket:
 
 
 def accept(listener: socket.socket, *, timeout_seconds: float = 60.0) -> socket.socket:
-    """The next stage that connects. PeerError when none comes in time, or over a Unix socket one of another user."""
+    """The next stage that connects; a Unix socket's file, which nobody needs any more, is then removed.
+
+    PeerError when none comes in time, or over a Unix socket one of another user.
+    """
     listener.settimeout(timeout_seconds)
     try:
         connected, _ = listener.accept()
     except TimeoutError:
         raise PeerError(f"no stage connected within {timeout_seconds:g} s", remedy="start the other stage") from None
+    _require_same_user(connected)
     if connected.family == socket.AF_UNIX:
-        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(raw)
-        if user != os.geteuid():
-            connected.close()
-            raise PeerError(f"user {user} connected, not ours, {os.geteuid()}", remedy="run both stages as one user")
+        with suppress(FileNotFoundError):
+            os.unlink(listener.getsockname())
     return connected
 
 
 def connect(address: str, *, timeout_seconds: float = 60.0) -> socket.socket:
-    """Connect to a stage that listens. UsageError for an address that is neither form, PeerError when nobody does."""
+    """Connect to a stage that listens. UsageError for an address that is neither form.
+
+    PeerError when nobody does, or over a Unix socket another user.
+    """
     family, place = _parsed(address)
     connected = socket.socket(family, socket.SOCK_STREAM)
     connected.settimeout(timeout_seconds)
@@ -72,7 +77,17 @@ def connect(address: str, *, timeout_seconds: float = 60.0) -> socket.socket:
     except OSError as problem:
         connected.close()
         raise PeerError(f"{address}: {problem.strerror or problem}", remedy="start the other stage first") from None
+    _require_same_user(connected)
     return connected
+
+
+def _require_same_user(connected: socket.socket) -> None:
+    if connected.family == socket.AF_UNIX:
+        raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(raw)
+        if user != os.geteuid():
+            connected.close()
+            raise PeerError(f"the other stage is user {user}'s, not ours, {os.geteuid()}", remedy="run both as one user")
 
 
 def _parsed(address: str) -> tuple[int, str | tuple[str, int]]:
@@ -98,4 +113,7 @@ def _attempt(address: str, action: Callable[[], _Result]) -> _Result:
     try:
         return action()
     except OSError as problem:
-        raise MemoptIOError(f"{address}: {problem.strerror}", remedy="choose another address") from None
+        raise MemoptIOError(
+            f"{address}: {problem.strerror}",
+            remedy="choose another address, or remove the file of a stage that was killed"
+        ) from None

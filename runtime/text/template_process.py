@@ -30,10 +30,18 @@ class TemplateProcess:
     def render(self, template: str, variables: Mapping[str, Any], file: str) -> str:
         """The text of `template` with `variables` (plain JSON values).
 
-        UsageError if the template refuses the conversation or fails on it; UnsupportedError if it takes more time than
-        the limit; both name `file`, where the template stands. MemoptIOError if no process can be started.
+        UsageError if the template refuses the conversation or fails on it, or it is too long; UnsupportedError if it
+        takes more time than the limit; both name `file`, where the template stands. MemoptIOError if no process can be
+        started.
         """
         request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
+        if len(request) > self._limits.max_request_bytes:
+            raise UsageError(
+                f"template and conversation take {len(request):,} bytes as JSON, at most"
+                f" {self._limits.max_request_bytes:,} are rendered",
+                file=file,
+                remedy="shorten the conversation, or pass a plain prompt",
+            )
         with self._lock:
             line = self._exchange(request, file)
         reply = json.loads(line)

@@ -27,6 +27,8 @@ TIKTOKEN_NAME = "tiktoken.model"
 # tokenization_kimi.py, num_reserved_special_tokens: ids behind the ranks, each with a name even where none is given.
 NUM_CONTROL_TOKENS = 256
 MAX_TOKEN_BYTES = 4096
+# A vocabulary of 200,000 tokens has about half a million.
+MAX_PAIRS = 1 << 22
 
 _LETTERS = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -74,14 +76,18 @@ def parse_ranks(raw: bytes, file: str = TIKTOKEN_NAME) -> tuple[bytes, ...]:
     return tokens
 
 
-def merge_pairs(tokens: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:
-    """All pairs of tokens that make a token: in the order of its rank, then of the parts' ranks."""
+def merge_pairs(tokens: tuple[bytes, ...], file: str = TIKTOKEN_NAME) -> list[tuple[int, int]]:
+    """Ranks of all pairs of tokens that make a token: in the order of its rank, then of the parts' ranks.
+
+    MalformedError for more than MAX_PAIRS, as of tokens that are all one another's beginnings.
+    """
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    pairs: list[tuple[bytes, bytes]] = []
+    pairs: list[tuple[int, int]] = []
     for token in tokens:
-        cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
-        known = [(left, right) for left, right in cuts if left in ranks and right in ranks]
-        pairs += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        cuts = ((ranks.get(token[:place]), ranks.get(token[place:])) for place in range(1, len(token)))
+        pairs += sorted((left, right) for left, right in cuts if left is not None and right is not None)
+        if len(pairs) > MAX_PAIRS:
+            raise MalformedError(f"its tokens join in more than {MAX_PAIRS:,} ways", file=file)
     return pairs
 
 
@@ -95,8 +101,9 @@ def build_tiktoken_tokenizer(
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = parse_ranks(raw, file)
-    vocabulary = {token_text(token): rank for rank, token in enumerate(tokens)}
-    merges = [(token_text(left), token_text(right)) for left, right in merge_pairs(tokens)]
+    texts = [token_text(token) for token in tokens]
+    vocabulary = {text: rank for rank, text in enumerate(texts)}
+    merges = [(texts[left], texts[right]) for left, right in merge_pairs(tokens, file)]
     # tiktoken looks a whole word up before it joins anything.
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from memopt.errors import ConfigError, MalformedError, UnsupportedError, UsageError
+from memopt.errors import ConfigError, ContentError, MalformedError, UnsupportedError, UsageError
 from memopt.manifests.strict_json import parse_json_object
 from memopt.runtime.text.answer_text import AnswerText
-from memopt.runtime.text.byte_alphabet import token_bytes
+from memopt.runtime.text.byte_alphabet import BYTE_CHARACTERS, token_bytes, token_text
 from memopt.runtime.text.chat_template import ChatTemplate, load_chat_template
 from memopt.runtime.text.tiktoken_ranks import TIKTOKEN_NAME, build_tiktoken_tokenizer
 from memopt.runtime.text.tokenizer_config import (
@@ -28,6 +28,12 @@ END_TOKEN_FILES = ("generation_config.json", "config.json")
 # Vocabularies of 150,000 tokens take some 20 MB.
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_CONFIG_BYTES = 1 << 24
+# The library's ids are 32 bits without a sign.
+_NUM_IDS = 1 << 32
+# What a text in UTF-8 is made of: no byte is 0xC0, 0xC1 or above 0xF4 (RFC 3629, section 1).
+_UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
+# A character of two bytes, and one that byte-level BPE spells otherwise.
+_SPELLED = "é\n"
 _IDS_REMEDY = "pass prompts as token ids"
 
 
@@ -45,11 +51,6 @@ class TextTokenizer:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.chat_template = chat_template
         self.bytes_of = lru_cache(maxsize=None)(self._bytes_of)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the highest id, added tokens included."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with what the tokenizer itself puts around it (often nothing).
@@ -100,7 +101,7 @@ class TextTokenizer:
 
     def _bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token's text; none for a control token and for an id that the vocabulary lacks."""
-        if token_id in self._control_ids:
+        if token_id in self._control_ids or not 0 <= token_id < _NUM_IDS:
             return b""
         text = self._tokenizer.id_to_token(token_id)
         return b"" if text is None else token_bytes(text)
@@ -118,8 +119,8 @@ def load_tokenizer(read_file: Callable[[str], bytes], names: Collection[str]) ->
     """The tokenizer of a release; `read_file` gives the verified bytes of one of its files `names`.
 
     tokenizer.json, else Kimi's tiktoken.model. Answers end with the tokens of `eos_token_id` in generation_config.json
-    and config.json and with tokenizer_config.json's eos_token. MalformedError and ConfigError name the file that is
-    wrong; UnsupportedError if there is no tokenizer that memopt reads.
+    and config.json and with tokenizer_config.json's eos_token. MalformedError, ConfigError and ContentError name the
+    file that is wrong; UnsupportedError if there is no tokenizer that memopt reads.
     """
     config = parse_tokenizer_config(_read_object(read_file, names, TOKENIZER_CONFIG_NAME))
     tokenizer = _build(read_file, names, config)
@@ -167,17 +168,27 @@ def parse_tokenizer_json(raw: bytes) -> Tokenizer:
     """The Tokenizer that tokenizer.json describes, without its truncation and padding.
 
     MalformedError for a file that is none; UnsupportedError for one whose tokens are not bytes (SentencePiece), or that
-    encodes at random (BPE dropout).
+    encodes at random (BPE dropout); ContentError for a byte without a token: the library would leave it out in silence.
     """
-    from tokenizers import Tokenizer, decoders
+    from tokenizers import Tokenizer, decoders, models
 
     with tokenizers_faults(TOKENIZER_NAME):
         tokenizer = Tokenizer.from_buffer(raw)
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        kind = type(tokenizer.decoder).__name__
-        raise UnsupportedError(
-            f"the decoder is {kind}, byte-level BPE is supported", file=TOKENIZER_NAME, remedy=_IDS_REMEDY
-        )
+        before = tokenizer.pre_tokenizer
+        spelled = _SPELLED if before is None else "".join(part for part, _ in before.pre_tokenize_str(_SPELLED))
+    for what, part, kind in (("model", tokenizer.model, models.BPE), ("decoder", tokenizer.decoder, decoders.ByteLevel)):
+        if not isinstance(part, kind):
+            raise UnsupportedError(
+                f"the {what} is {type(part).__name__}, byte-level BPE is supported",
+                file=TOKENIZER_NAME,
+                remedy=_IDS_REMEDY,
+            )
+    # A space may be put before.
+    if not spelled.endswith(token_text(_SPELLED.encode())):
+        raise UnsupportedError("no pre-tokenizer spells texts in bytes", file=TOKENIZER_NAME, remedy=_IDS_REMEDY)
+    absent = [value for value in _UTF8_BYTES if tokenizer.token_to_id(BYTE_CHARACTERS[value]) is None]
+    if absent:
+        raise ContentError(f"{len(absent)} bytes have no token, the first is 0x{absent[0]:02X}", file=TOKENIZER_NAME)
     if getattr(tokenizer.model, "dropout", None):
         raise UnsupportedError("BPE dropout encodes at random", file=TOKENIZER_NAME, remedy=_IDS_REMEDY)
     tokenizer.no_truncation()

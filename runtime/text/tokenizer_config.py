@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +13,7 @@ from memopt.errors import ConfigError
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 # A tokenizer file's name for its one template; others are for calls that name them.
 DEFAULT_TEMPLATE = "default"
+_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 class AddedTokenFields(BaseModel):
@@ -61,9 +63,9 @@ class TokenizerConfig(BaseModel):
     @property
     def added_tokens(self) -> dict[int, AddedTokenFields]:
         """Added tokens by id. ConfigError for an id that is not a number."""
-        wrong = [name for name in self.added_tokens_decoder if not (name.isascii() and name.isdigit())]
+        wrong = [name for name in self.added_tokens_decoder if not _ID.fullmatch(name)]
         if wrong:
-            raise ConfigError(f"added_tokens_decoder has {wrong[0]!r}, not an id", file=TOKENIZER_CONFIG_NAME)
+            raise ConfigError(f"added_tokens_decoder has {wrong[0]!r:.40}, not an id", file=TOKENIZER_CONFIG_NAME)
         return {int(name): fields for name, fields in self.added_tokens_decoder.items()}
 
     @property

@@ -13,10 +13,13 @@ _PANIC = "PanicException"
 
 @contextmanager
 def tokenizers_faults(file: str) -> Iterator[None]:
-    """Turn the library's ValueError, and a panic of its Rust code, into MalformedError of `file`."""
+    """Turn what the library raises (ValueError, or Exception itself), and a panic of its Rust code, into MalformedError.
+
+    The error names `file`.
+    """
     try:
         yield
     except BaseException as problem:
-        if not isinstance(problem, ValueError) and type(problem).__name__ != _PANIC:
+        if not isinstance(problem, Exception) and type(problem).__name__ != _PANIC:
             raise
         raise MalformedError(str(problem), file=file, remedy="fetch the file again") from None

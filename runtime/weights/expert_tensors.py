@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import torch
@@ -31,6 +32,7 @@ class ExpertTensors:
         self._stacks: dict[tuple[bool, str], Tensor] = {}
         self._shapes: dict[tuple[int, str], list[int]] = {}
         self._seen: set[tuple[int, str, str]] = set()
+        self._counts: Counter[str] = Counter()
         self._form: ExpertForm | None = None
 
     @property
@@ -53,6 +55,7 @@ class ExpertTensors:
         if (expert, projection, part) in self._seen:
             raise UnknownTensorError("the tensor is there twice", tensor=name)
         self._seen.add((expert, projection, part))
+        self._counts[part] += 1
         self._note_form(part, tensor, name)
         if part == "weight_shape":
             self._shapes[expert, projection] = tensor.tolist()
@@ -73,7 +76,7 @@ class ExpertTensors:
         """Whether every expert has every part; quicker than `missing`."""
         if self._form is None:
             return False
-        return len(self._seen) == self.names.count * len(_PROJECTIONS) * len(_PARTS[self._form])
+        return all(self._counts[part] == self.names.count * len(_PROJECTIONS) for part in _PARTS[self._form])
 
     def missing(self) -> list[str]:
         """Full names of what has not come, in the order of experts."""
@@ -87,9 +90,24 @@ class ExpertTensors:
             if (expert, projection, part) not in self._seen
         ]
 
+    def require_no_more(self) -> None:
+        """UnknownTensorError for a part that weights of this form do not have, a scale beside plain ones say."""
+        for expert, projection, part in sorted(self._seen):
+            if part not in _PARTS[self._form or "plain"]:
+                raise UnknownTensorError(
+                    f"experts that are stored as {self._form} have no such part",
+                    tensor=self._name(expert, projection, part),
+                    remedy="check that config.json belongs to these weights",
+                )
+
     def take(self, projection: Literal["gate_up", "down"], part: str) -> Tensor:
         """A stack, which is the caller's now; gate's rows come first."""
         return self._stacks.pop((projection == "down", part))
+
+    @property
+    def name(self) -> str:
+        """Of all experts of the layer, for messages."""
+        return f"{self._prefix}mlp.experts"
 
     def check_shapes(self) -> None:
         """ShapeError for a `weight_shape` that does not say what the packed words hold."""

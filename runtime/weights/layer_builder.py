@@ -11,9 +11,9 @@ from memopt.runtime.model.rope import RotaryTable
 from memopt.runtime.model.vocabulary import Embedding, Head
 from memopt.runtime.weights.attention_weights import build_attention
 from memopt.runtime.weights.layer_tensors import LayerTensors
-from memopt.runtime.weights.linear_builder import build_linear
 from memopt.runtime.weights.load_options import LoadOptions
 from memopt.runtime.weights.mlp_builder import build_mlp
+from memopt.runtime.weights.sized_weights import share_of_rank, sized_linear, sized_tensor
 
 
 def build_layer(config: ModelConfig, layer: int, tensors: LayerTensors, options: LoadOptions) -> DecoderLayer:
@@ -22,9 +22,9 @@ def build_layer(config: ModelConfig, layer: int, tensors: LayerTensors, options:
     Raises MissingTensorError, ShapeError or UnsupportedError naming the tensor.
     """
     return DecoderLayer(
-        input_norm=norm_weight(tensors, "input_layernorm.weight", options),
+        input_norm=build_norm(config, tensors, "input_layernorm.weight", options),
         attention=build_attention(config, layer, tensors, options),
-        post_norm=norm_weight(tensors, "post_attention_layernorm.weight", options),
+        post_norm=build_norm(config, tensors, "post_attention_layernorm.weight", options),
         mlp=build_mlp(config, layer, tensors, options),
         eps=config.rms_norm_eps,
     )
@@ -40,23 +40,34 @@ def build_mtp_layer(
     rotary: RotaryTable,
 ) -> MtpLayer:
     """MTP layer number `layer`; `embedding` and `head` of the decoder serve where it has no copies of its own."""
-    own_embedding = tensors.take_optional("embed_tokens.weight")
-    if own_embedding is not None:
-        embedding = Embedding(own_embedding.to(options.device, options.dtype), options.communicator)
+    if tensors.has("embed_tokens.weight"):
+        embedding = build_embedding(config, tensors, "embed_tokens.weight", options)
     if tensors.has("shared_head.head.weight"):
-        head = Head(build_linear(tensors, "shared_head.head", options), options.communicator)
+        head = build_head(config, tensors, "shared_head.head", options)
     return MtpLayer(
         embedding=embedding,
-        embedding_norm=norm_weight(tensors, "enorm.weight", options),
-        hidden_norm=norm_weight(tensors, "hnorm.weight", options),
-        projection=build_linear(tensors, "eh_proj", options),
+        embedding_norm=build_norm(config, tensors, "enorm.weight", options),
+        hidden_norm=build_norm(config, tensors, "hnorm.weight", options),
+        projection=sized_linear(tensors, "eh_proj", config.hidden_size, 2 * config.hidden_size, options),
         layer=build_layer(config, layer, tensors, options),
-        norm=norm_weight(tensors, "shared_head.norm.weight", options),
+        norm=build_norm(config, tensors, "shared_head.norm.weight", options),
         head=head,
         rotary=rotary,
     )
 
 
-def norm_weight(tensors: LayerTensors, name: str, options: LoadOptions) -> Tensor:
-    """A norm's weight or bias in the type of activations."""
-    return tensors.take(name).to(options.device, options.dtype)
+def build_embedding(config: ModelConfig, tensors: LayerTensors, name: str, options: LoadOptions) -> Embedding:
+    """The embedding `name` ("model.embed_tokens.weight"), this rank's tokens. MissingTensorError, ShapeError."""
+    shape = (share_of_rank(config.vocab_size, "tokens", options), config.hidden_size)
+    return Embedding(sized_tensor(tensors, name, shape, options), options.communicator)
+
+
+def build_head(config: ModelConfig, tensors: LayerTensors, module_name: str, options: LoadOptions) -> Head:
+    """The output head `module_name` ("lm_head"), this rank's tokens. MissingTensorError, ShapeError."""
+    num_rows = share_of_rank(config.vocab_size, "tokens", options)
+    return Head(sized_linear(tensors, module_name, num_rows, config.hidden_size, options), options.communicator)
+
+
+def build_norm(config: ModelConfig, tensors: LayerTensors, name: str, options: LoadOptions) -> Tensor:
+    """The weight [H] of a norm over hidden rows. MissingTensorError, ShapeError."""
+    return sized_tensor(tensors, name, (config.hidden_size,), options)

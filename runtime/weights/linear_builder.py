@@ -21,15 +21,23 @@ from memopt.runtime.weights.linears import DenseLinear, Fp8BlockLinear, Int4Line
 from memopt.runtime.weights.load_options import LoadOptions
 
 
-def build_linear(tensors: LayerTensors, module_name: str, options: LoadOptions) -> Linear:
-    """The projection `module_name` ("self_attn.o_proj"), whose tensors are taken, with its bias if there is one.
+def build_linear(tensors: LayerTensors, module_name: str, options: LoadOptions, *, has_bias: bool = False) -> Linear:
+    """The projection `module_name` ("self_attn.o_proj"), whose tensors are taken; a bias only where the model has one.
 
     INT4 (weight_packed, weight_scale, weight_shape), FP8 (weight and a scale a block, row or tensor), or plain. Raises
     MissingTensorError, ShapeError for parts that do not fit each other, UnsupportedError for another type.
     """
-    bias = tensors.take_optional(f"{module_name}.bias")
-    if bias is not None:
-        bias = bias.to(options.device, options.dtype)
+    bias = tensors.take(f"{module_name}.bias").to(options.device, options.dtype) if has_bias else None
+    linear = _weight(tensors, module_name, options, bias)
+    if bias is not None and tuple(bias.shape) != (linear.num_rows,):
+        raise ShapeError(
+            f"the bias is {list(bias.shape)}, but the weight has {linear.num_rows} rows",
+            tensor=f"{tensors.prefix}{module_name}.bias",
+        )
+    return linear
+
+
+def _weight(tensors: LayerTensors, module_name: str, options: LoadOptions, bias: Tensor | None) -> Linear:
     if tensors.has(f"{module_name}.weight_packed"):
         return _int4_linear(tensors, module_name, options, bias)
     weight = tensors.take(f"{module_name}.weight")
@@ -84,6 +92,7 @@ def fp8_scale(weight: Tensor, scale: Tensor, name: str) -> tuple[Tensor, tuple[i
             f"the FP8 weight {[rows, columns]} has scales {list(scale.shape)}, but one for the tensor, one a row or "
             f"{list(wanted)} for blocks of {list(block)} are needed",
             tensor=name,
+            remedy="expand it with `memopt dequantize`, which reads blocks of any size, or compress it to INT4",
         )
     return values.contiguous(), block
 

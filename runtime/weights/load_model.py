@@ -12,12 +12,11 @@ from memopt.runtime.model.decoder import Decoder
 from memopt.runtime.model.decoder_layer import DecoderLayer
 from memopt.runtime.model.model_config import ModelConfig
 from memopt.runtime.model.rope import RotaryTable
-from memopt.runtime.model.vocabulary import Embedding, Head
+from memopt.runtime.model.vocabulary import Head
+from memopt.runtime.weights.layer_builder import build_embedding, build_head, build_mtp_layer, build_norm
 from memopt.runtime.weights.layer_builder import build_layer as build_layer
-from memopt.runtime.weights.layer_builder import build_mtp_layer, norm_weight
 from memopt.runtime.weights.layer_names import layer_names, top_level_names
 from memopt.runtime.weights.layer_tensors import LayerTensors
-from memopt.runtime.weights.linear_builder import build_linear
 from memopt.runtime.weights.linears import DenseLinear
 from memopt.runtime.weights.load_options import LoadOptions as LoadOptions
 
@@ -84,12 +83,12 @@ class ModelLoader:
                 remedy="check that config.json belongs to these weights",
             )
         config, options, communicator = self._config, self._options, self._options.communicator
-        embedding = Embedding(norm_weight(self._top, "model.embed_tokens.weight", options), communicator)
+        embedding = build_embedding(config, self._top, "model.embed_tokens.weight", options)
         if config.is_embedding_tied:
             head = Head(DenseLinear(embedding.weight), communicator)
         else:
-            head = Head(build_linear(self._top, "lm_head", options), communicator)
-        norm = norm_weight(self._top, "model.norm.weight", options)
+            head = build_head(config, self._top, "lm_head", options)
+        norm = build_norm(config, self._top, "model.norm.weight", options)
         self._top.finish()
         mtp_layers = []
         for layer in sorted(self._waiting):

@@ -51,7 +51,7 @@ def _all_equal(source: Source, spec: Int4Spec, importance: FloatArray) -> Any:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_bytes_any_importance(group: int | None, data: st.DataObject) -> None:
     source = data.draw(sources(group))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from stored_linears import float8_weight, int4_tensors
+from tiny_checkpoints import tiny_config
 from torch import Tensor
 
 from memopt.kernels.gemm.int4_gemm_reference import weight_values
 from memopt.kernels.gemm.int4_weight import Int4Weight
+from memopt.runtime.model.config_file import parse_model_config
 from memopt.runtime.model.experts import Experts, Int4Experts, MlpExperts
 from memopt.runtime.model.mlp import GatedMlp
 from memopt.runtime.model.model_config import MoeConfig
@@ -22,6 +24,9 @@ from memopt.runtime.weights.linears import DenseLinear
 from memopt.runtime.weights.load_options import LoadOptions
 
 NUM_EXPERTS, HIDDEN, SIZE = 4, 64, 160  # 160 rows end within an FP8 block
+CONFIG = parse_model_config(
+    tiny_config("glm-5.2-fp8", hidden_size=HIDDEN, moe_intermediate_size=SIZE, n_routed_experts=NUM_EXPERTS)
+)
 SHAPES = {"gate_proj": (SIZE, HIDDEN), "up_proj": (SIZE, HIDDEN), "down_proj": (HIDDEN, SIZE)}
 
 
@@ -78,7 +83,7 @@ def check(experts: Experts, values: dict[str, Tensor], here: range) -> None:
 @pytest.mark.parametrize("form", ["int4", "fp8", "plain"])
 def test_every_form_against_float64(form: str) -> None:
     tensors, values = stored_experts(form)
-    experts = build_experts(tensors, LoadOptions("float32"))
+    experts = build_experts(CONFIG, tensors, LoadOptions("float32"))
     assert isinstance(experts, Int4Experts if form == "int4" else MlpExperts)
     check(experts, values, range(NUM_EXPERTS))
 
@@ -86,19 +91,19 @@ def test_every_form_against_float64(form: str) -> None:
 @pytest.mark.parametrize("form", ["int4", "fp8", "plain"])
 def test_a_rank_adds_its_own_experts_alone(form: str) -> None:
     tensors, values = stored_experts(form, first=2, count=2)
-    check(build_experts(tensors, LoadOptions("float32")), values, range(2, 4))
+    check(build_experts(CONFIG, tensors, LoadOptions("float32")), values, range(2, 4))
 
 
 def test_expanded_experts_are_rounded_to_bf16() -> None:
     tensors, values = stored_experts("int4")
-    experts = build_experts(tensors, LoadOptions("float32", "bf16"))
+    experts = build_experts(CONFIG, tensors, LoadOptions("float32", "bf16"))
     assert isinstance(experts, MlpExperts)
     check(experts, {name: value.to(torch.bfloat16).double() for name, value in values.items()}, range(NUM_EXPERTS))
 
 
 def test_a_block_adds_its_shared_expert() -> None:
     tensors, values = stored_experts("plain")
-    experts = build_experts(tensors, LoadOptions("float32"))
+    experts = build_experts(CONFIG, tensors, LoadOptions("float32"))
     shared = GatedMlp(DenseLinear(torch.randn(2 * 48, HIDDEN)), DenseLinear(torch.randn(HIDDEN, 48)))
     config = MoeConfig(NUM_EXPERTS, 2, SIZE, 1, 1, 1, True, 2.0)
     weight, bias = torch.randn(NUM_EXPERTS, HIDDEN), torch.randn(NUM_EXPERTS)

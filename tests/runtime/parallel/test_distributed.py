@@ -96,7 +96,9 @@ def agree(communicator: Communicator) -> dict[str, Any]:
     found["one refused"] = refused_on(2, problem=SignatureError("no ä key", remedy="sign", file="f.sig"))
     found["two refused"] = refused_on(1, 2, problem=ContentError(f"flipped on {rank}", tensor="t", file="w"))
     found["a bug"] = refused_on(1, problem=ZeroDivisionError("oops"))
-    found["long"] = refused_on(0, problem=ContentError("\U0001f600" * 10_000, remedy="\x01" * 10_000))
+    # Twelve bytes a character as JSON: no text takes more.
+    long_text = "\U0001f600" * 10_000
+    found["long"] = refused_on(0, problem=ContentError(long_text, remedy=long_text, tensor=long_text, file=long_text))
     require_equal(communicator, "the release", b"same")
     try:
         require_equal(communicator, "the release", b"same" if rank < 2 else b"other")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from page_transports import TRANSPORTS, transport, wait_for
 from refusals import refusal
 
-from memopt.errors import HandOverError, PeerError
+from memopt.errors import HandOverError, PeerError, UsageError
 from memopt.kernels.kv_cache.kv_format import indexer_views
 from memopt.kernels.kv_cache.kv_load import read_gqa_tokens, read_mla_tokens
 from memopt.kernels.kv_cache.kv_slots import slots_of_pages
@@ -26,7 +26,7 @@ from memopt.kernels.layout import MLA_LATENT_SIZE
 from memopt.runtime.kv.layer_kv import GqaLayerKv, KvPools, MlaLayerKv
 from memopt.runtime.stages.frames import FrameKind, render_head
 from memopt.runtime.stages.page_transport import Answer, Cancelled, Offer
-from memopt.runtime.stages.page_transport_shared_memory import SharedMemoryPageReceiver
+from memopt.runtime.stages.page_transport_shared_memory import SharedMemoryPageReceiver, SharedMemoryPageSender
 from memopt.runtime.stages.shared_region import new_shared_region, open_shared_region
 
 SOURCE_PAGES, PAGES = [7, 2, 5], [1, 6, 3]
@@ -235,3 +235,21 @@ def test_a_receiver_of_shared_memory_wants_a_region_first(first: bytes) -> None:
     one.close()
     with pytest.raises((HandOverError, PeerError)):
         SharedMemoryPageReceiver(other, timeout_seconds=1.0)
+
+
+def test_memory_is_not_shared_over_tcp() -> None:
+    region = new_shared_region(mla_pools(2))
+    with socket.socket() as connected, refusal(UsageError, "Unix socket", "SocketPageSender"):
+        SharedMemoryPageSender(connected, region)
+    os.close(region.file_descriptor)
+
+
+def test_a_peer_that_is_gone_at_once_leaves_nothing_open() -> None:
+    region = new_shared_region(mla_pools(2))
+    for new in (lambda end: SharedMemoryPageSender(end, region), SharedMemoryPageReceiver):
+        one, other = socket.socketpair()
+        one.close()
+        with refusal(PeerError):
+            new(other)
+        assert other.fileno() == -1
+    os.close(region.file_descriptor)

@@ -69,3 +69,18 @@ def test_another_users_stage_is_sent_away(tmp_path: Path, monkeypatch: pytest.Mo
         with refusal(PeerError, "12345"):
             accept(listener, timeout_seconds=5)
         assert one.recv(1) == b""
+        with refusal(PeerError, "12345"):
+            connect(address, timeout_seconds=5)
+
+
+def test_an_address_is_free_again_once_the_stages_have_met(tmp_path: Path) -> None:
+    """Else its file would stand in the way of the next start; and a second receiver would wait in vain."""
+    address = f"unix:{tmp_path / 'kv.sock'}"
+    for _ in range(2):
+        meet(address, listen(address))
+        assert list(tmp_path.iterdir()) == []
+    with listen(address) as listener, connect(address) as one:
+        accept(listener, timeout_seconds=5).close()
+        with refusal(PeerError, "start the other stage first"):
+            connect(address, timeout_seconds=5)
+        assert one.recv(1) == b""

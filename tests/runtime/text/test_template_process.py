@@ -72,6 +72,12 @@ def test_a_refusal_leaves_it_running(process: TemplateProcess) -> None:
         process.render("{{ 1 / 0 }}", {}, FILE)
     with refusal(UsageError, "without end"):
         process.render("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {}, FILE)
+    with refusal(UsageError, "nested blocks"):
+        process.render("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, {}, FILE)
+    with refusal(UsageError, "at least one item"):
+        process.render("{{ cycler() }}", {}, FILE)
+    with refusal(UsageError, "AssertionError"):
+        process.render("{{ 'abc' | truncate(1, true, '......') }}", {}, FILE)
     with refusal(UsageError, "65,536 characters"):
         process.render("{% for i in range(99999) %}{{ i }}{% endfor %}", {}, FILE)
     assert process.render("ok", {}, FILE) == "ok"
@@ -98,6 +104,13 @@ def test_a_template_that_eats_memory_is_refused(process: TemplateProcess, source
     with refusal(UsageError, FILE, "memory"):
         process.render(source, {}, FILE)
     assert process.render("ok", {}, FILE) == "ok"
+
+
+def test_a_conversation_too_long_for_its_memory_is_refused() -> None:
+    process = TemplateProcess(TemplateLimits(max_request_bytes=1000))
+    with refusal(UsageError, FILE, "1,000 are rendered", "shorten"):
+        process.render("{{ a }}", {"a": "x" * 1000}, FILE)
+    assert process._process is None
 
 
 def test_it_starts_again_after_it_was_killed(process: TemplateProcess) -> None:

@@ -15,6 +15,7 @@ from refusals import refusal
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from memopt.errors import ContentError, MalformedError, UnsupportedError
+from memopt.runtime.text import tiktoken_ranks
 from memopt.runtime.text.byte_alphabet import token_bytes
 from memopt.runtime.text.tiktoken_ranks import KIMI_PATTERN, build_tiktoken_tokenizer, merge_pairs, parse_ranks
 from memopt.runtime.text.tokenizer import load_tokenizer
@@ -101,7 +102,20 @@ def test_where_text_is_cut(text: str, pieces: list[str]) -> None:
 
 def test_every_cut_of_a_token_is_a_pair() -> None:
     tokens = (*BYTES, b"ab", b"bc", b"abc")
-    assert merge_pairs(tokens) == [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
+    pairs = [(tokens[left], tokens[right]) for left, right in merge_pairs(tokens)]
+    assert pairs == [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
+
+
+def test_a_vocabulary_that_joins_in_too_many_ways_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one byte, each a token: a file of some megabytes would make pairs of many gigabytes."""
+    runs = tuple(b"a" * length for length in range(2, 12))
+    # A run of n bytes is cut in n - 1 places.
+    num_pairs = sum(range(1, 11))
+    monkeypatch.setattr(tiktoken_ranks, "MAX_PAIRS", num_pairs)
+    assert len(merge_pairs((*BYTES, *runs))) == num_pairs
+    monkeypatch.setattr(tiktoken_ranks, "MAX_PAIRS", num_pairs - 1)
+    with refusal(MalformedError, "tiktoken.model", "54 ways"):
+        build_tiktoken_tokenizer(written([*BYTES, *runs]), {})
 
 
 def test_ids_behind_the_ranks_are_control_tokens() -> None:
@@ -119,7 +133,6 @@ def test_ids_behind_the_ranks_are_control_tokens() -> None:
     }
     tokenizer = load_tokenizer(files.__getitem__, files.keys())
     assert tokenizer.eos_token_ids == (701,)
-    assert tokenizer.vocab_size == 700 + 256
     ids = tokenizer.encode("the [EOS]<think><|reserved_token_955|>x")
     assert ids[-4:-1] == [701, 702, 955]
     assert tokenizer.decode(ids) == "the <think>x"

@@ -11,10 +11,13 @@ from fuzz.json_mutator import mutated_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refusal
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models
 
-from memopt.errors import ConfigError, MalformedError, MemoptError, UnsupportedError, UsageError
+from memopt.errors import ConfigError, ContentError, MalformedError, MemoptError, UnsupportedError, UsageError
+from memopt.runtime.text.byte_alphabet import BYTE_CHARACTERS
 from memopt.runtime.text.tokenizer import TextTokenizer, load_tokenizer, parse_tokenizer_json
+from memopt.runtime.text.tokenizer_config import parse_tokenizer_config
+from memopt.runtime.text.tokenizers_faults import tokenizers_faults
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-glm5-fp8"
 FILES = {
@@ -38,7 +41,6 @@ def load(**changes: bytes | dict[str, Any] | None) -> TextTokenizer:
 def test_the_tiny_release() -> None:
     tokenizer = load()
     assert tokenizer.eos_token_ids == (0,)
-    assert tokenizer.vocab_size == 2048
     assert tokenizer.chat_template is None
     assert tokenizer.encode("def f(x):\n") == [485, 290, 10, 90, 310, 201]
     assert tokenizer.encode("<|user|>hi") == [1, 74, 75]
@@ -71,6 +73,7 @@ def test_ends_of_answers_come_from_all_files() -> None:
         ({"tokenizer_config": {"eos_token": 3}}, ConfigError, ("tokenizer_config.json", "eos_token")),
         ({"tokenizer_config": {"eos_token": "<nowhere>"}}, ConfigError, ("'<nowhere>'", "vocabulary")),
         ({"tokenizer_config": {"chat_template": 1}}, ConfigError, ("tokenizer_config.json", "chat_template")),
+        ({"tokenizer_config": {"eos_token": "\ud800"}}, ConfigError, ("tokenizer_config.json", "surrogate")),
         ({"generation_config": {"eos_token_id": "0"}}, ConfigError, ("generation_config.json", "eos_token_id")),
         ({"config": {"eos_token_id": [1, -2]}}, ConfigError, ("config.json", "eos_token_id")),
         ({"config": {"eos_token_id": True}}, ConfigError, ("config.json", "eos_token_id")),
@@ -86,6 +89,56 @@ def test_tokens_that_are_no_bytes_are_refused() -> None:
     tokenizer.decoder = decoders.Metaspace()
     with refusal(UnsupportedError, "tokenizer.json", "Metaspace", "token ids"):
         parse_tokenizer_json(tokenizer.to_str().encode())
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("pre_tokenizer", None, "no pre-tokenizer"),
+        ("pre_tokenizer", {"type": "Digits", "individual_digits": True}, "no pre-tokenizer"),
+        ("model", {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}, "WordLevel"),
+    ],
+)
+def test_a_text_that_would_not_become_bytes_is_refused(part: str, value: Any, words: str) -> None:
+    """The library takes such files, and then drops or mixes up characters, or raises a bare Exception."""
+    fields = json.loads(FILES["tokenizer.json"])
+    fields[part] = value
+    with refusal(UnsupportedError, "tokenizer.json", words, "token ids"):
+        load(tokenizer=fields)
+
+
+def test_a_vocabulary_that_lacks_a_byte_is_refused() -> None:
+    fields = json.loads(FILES["tokenizer.json"])
+    model = fields["model"]
+    fields["model"] = {**model, "merges": [], "vocab": dict.fromkeys(BYTE_CHARACTERS, 0)}
+    for place, name in enumerate(BYTE_CHARACTERS):
+        fields["model"]["vocab"][name] = place
+    # A byte that no text in UTF-8 has may lack; this one is in every "é".
+    del fields["model"]["vocab"][BYTE_CHARACTERS[0xFF]]
+    assert load(tokenizer=fields, tokenizer_config=None).encode("aé") == [ord("a"), 0xC3, 0xA9]
+    del fields["model"]["vocab"][BYTE_CHARACTERS[0xA9]]
+    with refusal(ContentError, "tokenizer.json", "1 bytes have no token", "0xA9"):
+        load(tokenizer=fields, tokenizer_config=None)
+
+
+def test_whatever_the_library_raises_is_a_refusal() -> None:
+    """It raises Exception itself while it encodes (bindings/python/src/error.rs)."""
+    with refusal(MalformedError, "tokenizer.json", "WordLevel"), tokenizers_faults("tokenizer.json"):
+        Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).encode("b")
+    with pytest.raises(KeyboardInterrupt), tokenizers_faults("tokenizer.json"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("token_id", [-1, 2048, 2**32, 2**63])
+def test_ids_that_the_vocabulary_lacks_have_no_text(token_id: int) -> None:
+    assert load().decode([74, token_id, 75]) == "hi"
+
+
+def test_an_id_of_thousands_of_digits_is_refused() -> None:
+    """Python refuses to read it, with a ValueError."""
+    config = parse_tokenizer_config({"added_tokens_decoder": {"9" * 5000: {"content": "a"}}})
+    with refusal(ConfigError, "tokenizer_config.json", "not an id"):
+        _ = config.added_tokens
 
 
 def test_a_tokenizer_that_encodes_at_random_is_refused() -> None:

@@ -108,7 +108,17 @@ def test_bias(make: object) -> None:
     assert callable(make)
     stored, bias, x = make(), torch.randn(6), torch.randn(3, 32)
     plain = build_linear(tensors_of(a=stored), "a", FLOAT32)(x)
-    assert torch.equal(build_linear(tensors_of(a=stored | {"bias": bias}), "a", FLOAT32)(x), plain + bias)
+    with_bias = tensors_of(a=stored | {"bias": bias})
+    assert torch.equal(build_linear(with_bias, "a", FLOAT32, has_bias=True)(x), plain + bias)
+    with pytest.raises(ShapeError, match=r"the bias is \[1\], but the weight has 6 rows"):
+        build_linear(tensors_of(a=stored | {"bias": bias[:1]}), "a", FLOAT32, has_bias=True)
+    with pytest.raises(MissingTensorError, match="lack it"):
+        build_linear(tensors_of(a=stored), "a", FLOAT32, has_bias=True)
+    # One that the model does not have is not added, and is left for `finish` to refuse.
+    unasked = tensors_of(a=stored | {"bias": bias})
+    assert torch.equal(build_linear(unasked, "a", FLOAT32)(x), plain)
+    with pytest.raises(UnknownTensorError, match="no block"):
+        unasked.finish()
 
 
 def test_plain_weights_are_widened_or_rounded_once() -> None:

@@ -1,0 +1,32 @@
+"""A recipe's `max_fallback`: how many weights may end with a lesser method than it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from memopt.compressor.calibration_figures import CalibrationFigures
+from memopt.compressor.recipe import Int4Format
+from memopt.compressor.tensor_plan import TensorPlan
+from memopt.errors import QualityGateError
+
+NUM_NAMED = 3
+
+
+def require_fallback_budget(tensors: Iterable[TensorPlan], figures: Mapping[str, CalibrationFigures]) -> None:
+    """QualityGateError (exit code 5) naming some weights when more than a format's `max_fallback` of its weights fell
+    back; nothing is signed then, and what was calibrated is kept.
+    """
+    by_form: dict[Int4Format, list[str]] = {}
+    for plan in tensors:
+        if plan.int4 is not None and plan.int4.is_calibrated:
+            by_form.setdefault(plan.int4, []).append(plan.source.spec.name)
+    for form, names in by_form.items():
+        fallen = [name for name in names if figures[name].fallback]
+        if len(fallen) > (form.max_fallback or 0.0) * len(names):
+            named = ", ".join(f"{name} ({figures[name].fallback})" for name in fallen[:NUM_NAMED])
+            more = f" and {len(fallen) - NUM_NAMED:,} more" if len(fallen) > NUM_NAMED else ""
+            raise QualityGateError(
+                f"{len(fallen):,} of {len(names):,} weights with method {form.method} fell back to plain rounding, "
+                f"max_fallback allows {form.max_fallback:.2%}: {named}{more}",
+                remedy="calibrate on more or other data, or raise max_fallback in the recipe",
+            )
