@@ -87,8 +87,9 @@ def transformers_system(folder: str, dtype: str) -> Callable[[list[list[int]], i
     return run
 
 
-def vllm_system(folder: str, dtype: str) -> Callable[[list[list[int]], int], Run]:
-    """The dequantized export in vLLM's CPU build."""
+def vllm_system(folder: str, dtype: str, num_threads: int) -> Callable[[list[list[int]], int], Run]:
+    """The dequantized export in vLLM's CPU build, which else takes all cores."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{num_threads - 1}" if num_threads > 1 else "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -130,7 +131,7 @@ def main() -> None:
         elif name == "transformers":
             run = transformers_system(folder, dtype)
         else:
-            run = vllm_system(folder, dtype)
+            run = vllm_system(folder, dtype, int(num_threads))
     except ImportError as problem:
         print(json.dumps({"missing": str(problem)}), file=answers, flush=True)
         return

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memopt.compressor.calibration_options import CalibrationOptions
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
 from memopt.compressor.checkpoint.hub import parse_hub_reference
 from memopt.compressor.checkpoint.model_config import MAX_CONFIG_SIZE_BYTES, ModelConfig, parse_config
@@ -21,6 +22,7 @@ from memopt.compressor.preflight import check_before_download
 from memopt.compressor.progress import DownloadCallback, ProgressCallback
 from memopt.compressor.quantize.backend import Device, choose_backend
 from memopt.compressor.recipe import DEFAULT_RECIPES, Recipe, load_recipe
+from memopt.compressor.run_ranks import ranks_from_environment
 from memopt.compressor.source import OpenedSource, continuable, local_folder, open_source, scanned_source
 from memopt.compressor.source_identity import SourceIdentity
 from memopt.errors import ConfigError, InterruptedRunError, UsageError
@@ -88,23 +90,33 @@ def compress(
     download: DownloadCallback | None = None,
     signers: Sequence[Signer] = (),
     sign_options: SignOptions | None = None,
+    calibration: CalibrationOptions | None = None,
 ) -> RunResult:
     """Turn an FP8 (or BF16) checkpoint into a release in folder `out`; resumes an interrupted run of the same call.
 
     `workers`: threads, one unit each (None: one a core). `progress` gets a Progress, sizes in source bytes.
-    `signers`: who signs the finished release, as `memopt.sign_release` does; without any it stays unsigned.
-    The bytes written depend on source, recipe and options alone. Raises subclasses of MemoptError.
+    `signers`: who signs the finished release, as `memopt.sign_release` does; without any it stays unsigned. UsageError
+    for signers and a recipe with a gate, which nothing was measured for yet.
+    `calibration`: data for a recipe with method weighted or gptq.
+    Started by torchrun, its processes share the work: all call this with one `out` that all of them see.
+    The bytes written depend on source, recipe, options and calibration data alone. Raises subclasses of MemoptError.
     """
     if not str(source) or not str(out):
         # Path("") is the working directory: an unset shell variable must not fill it.
         raise UsageError(f"the {'source' if not str(source) else 'output'} has no name", remedy="name a folder")
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers do nothing", remedy="use 1 or more")
-    backend = choose_backend(device)
+    ranks = ranks_from_environment()
+    backend = choose_backend(device, ranks.local_rank if ranks.num_ranks > 1 else None)
     if recipe is not None and not isinstance(recipe, Recipe):
         recipe = load_recipe(str(recipe))
     options = options or PlanOptions()
-    opened, built = _open_and_plan(source, Path(out), recipe, options, download)
+    if calibration is not None:
+        options = replace(options, calibration=calibration.identity())
+    if not ranks.is_first:
+        # Rank 0 alone says how far it is.
+        progress = download = None
+    opened, built = _open_and_plan(source, Path(out), recipe, options, download, is_signed=bool(signers))
     result = run_plan(
         built,
         Path(out),
@@ -112,8 +124,10 @@ def compress(
         workers=default_workers() if workers is None else workers,
         progress=progress,
         before_finish=opened.require_unchanged,
+        calibration=calibration,
+        ranks=ranks,
     )
-    if not signers:
+    if not signers or not ranks.is_first:
         return result
     from memopt.manifests.sign import sign_release
 
@@ -133,11 +147,19 @@ def _open_and_plan(
     recipe: Recipe | None,
     options: PlanOptions,
     download: DownloadCallback | None,
+    *,
+    is_signed: bool,
 ) -> tuple[OpenedSource, Plan]:
     """Of a Hub repository the plan comes first, from headers: what can be refused is refused before the download."""
 
     def make_plan(checkpoint: Checkpoint, identity: SourceIdentity) -> Plan:
-        return build_plan(checkpoint, _recipe(recipe, checkpoint.config), options, identity)
+        chosen = _recipe(recipe, checkpoint.config)
+        if is_signed and chosen.gate is not None:
+            raise UsageError(
+                f"recipe {chosen.name} sets a quality gate: nothing can be signed before it is measured",
+                remedy="compress without a key, then memopt evaluate SRC OUT --data text.jsonl, then memopt sign OUT",
+            )
+        return build_plan(checkpoint, chosen, options, identity)
 
     reference = parse_hub_reference(str(source))
     if reference is None:

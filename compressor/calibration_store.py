@@ -95,9 +95,7 @@ class CalibrationStore:
 
     def _damaged(self, name: str) -> ContentError:
         out = self.folder.parent.parent
-        return ContentError(
-            "was changed after it was written", file=name, remedy=f"remove {out} to calibrate anew"
-        )
+        return ContentError("was changed after it was written", file=name, remedy=f"remove {out} to calibrate anew")
 
     def open(self) -> None:
         """Find the tensors of all finished layers, for `read_into` and `figures`."""

@@ -22,6 +22,7 @@ from memopt.compressor.progress import CALIBRATE_STAGE, Progress, ProgressCallba
 from memopt.compressor.quantize.backend import QuantizeBackend
 from memopt.compressor.ranks.unit_digests import UnitDigests
 from memopt.compressor.release_file import render_release
+from memopt.compressor.run_ranks import RunRanks
 from memopt.compressor.tensor_work import TensorWorker
 from memopt.compressor.units import Unit
 from memopt.errors import UsageError
@@ -34,9 +35,7 @@ class CompressJob(Job):
     the recipe does not need.
     """
 
-    def __init__(
-        self, plan: Plan, backend: QuantizeBackend, calibration: CalibrationOptions | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, backend: QuantizeBackend, calibration: CalibrationOptions | None = None) -> None:
         if plan.source.folder is None:
             raise UsageError("a plan from a config alone has no weights", remedy="name a checkpoint folder")
         if plan.recipe.needs_calibration and calibration is None:
@@ -75,7 +74,7 @@ class CompressJob(Job):
     def open_source(self) -> SourceReader:
         return SourceReader(self._plan.source, self.folder)
 
-    def prepare(self, state: Path, workers: int, progress: ProgressCallback | None) -> None:
+    def prepare(self, state: Path, workers: int, progress: ProgressCallback | None, ranks: RunRanks) -> None:
         """Calibrate, unless there is nothing to. QualityGateError when too many experts ended with a lesser method."""
         if self._calibration is None:
             return
@@ -87,6 +86,8 @@ class CompressJob(Job):
             self._store,
             self._calibration,
             num_workers=workers,
+            communicator=ranks.communicator,
+            local_rank=ranks.local_rank,
             on_layer=layer_progress(self._plan, progress),
         )
         require_fallback_budget(self._plan.tensors, self._store.all_figures())

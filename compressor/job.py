@@ -18,6 +18,7 @@ from memopt.compressor.metadata_files import MetadataFile
 from memopt.compressor.output_folder import FinishedIdentity
 from memopt.compressor.progress import ProgressCallback
 from memopt.compressor.ranks.unit_digests import UnitDigests
+from memopt.compressor.run_ranks import RunRanks
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.compressor.units import Unit
 from memopt.manifests.file_roles import LEDGER_NAME
@@ -103,8 +104,13 @@ class Job(ABC):
     def open_source(self) -> Source:
         """Open what is read; raises as the reader does."""
 
-    def prepare(self, state: Path, workers: int, progress: ProgressCallback | None) -> None:  # noqa: B027
-        """Whatever must be done before the units, with work of its own in folder `state`; an earlier run's is there."""
+    def prepare(  # noqa: B027
+        self, state: Path, workers: int, progress: ProgressCallback | None, ranks: RunRanks
+    ) -> None:
+        """Whatever must be done before the units; its files, and those of an earlier run, are in folder `state`.
+
+        All ranks call it together.
+        """
 
     @abstractmethod
     def worker(self, reader: TensorReader, unit: Unit, advance: Advance) -> Worker:

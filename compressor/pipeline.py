@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import resource
 import shutil
 import threading
@@ -25,15 +26,19 @@ from memopt.compressor.progress import ProgressCallback, ProgressMeter
 from memopt.compressor.quantize.backend import QuantizeBackend
 from memopt.compressor.ranks.unit_writer import UnitWriter
 from memopt.compressor.resume import take_over
+from memopt.compressor.run_ranks import RunRanks
+from memopt.compressor.unit_folder import UnitFolder
 from memopt.compressor.unit_record import ErrorsByRole
 from memopt.compressor.units import Unit
 from memopt.compressor.workspace import Workspace, release_file_names
-from memopt.errors import DiskFullError, InterruptedRunError, SourceChangedError, UsageError
+from memopt.errors import ContentError, DiskFullError, InterruptedRunError, SourceChangedError, UsageError
 from memopt.manifests.workers import StartGate
 
 POLL_SECONDS = 0.2
 # Open files that are not of weights: libraries, the lock, small files, those of whoever calls.
 RESERVED_FILES = 64
+# What rank 0 says to the others when the release is complete already.
+NOTHING_TO_DO = b"complete"
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,13 @@ def run_job(
     workers: int = 1,
     progress: ProgressCallback | None = None,
     before_finish: Callable[[], None] | None = None,
+    ranks: RunRanks | None = None,
 ) -> RunResult:
     """Carry out `job` into `out`; resumes an interrupted run of the same job, refuses any other.
 
     The bytes written depend neither on `workers` nor on interruptions. A finished release of the same job is read
     again, with its source, and left as it is. `before_finish` is called when all units are written and may still
-    refuse.
+    refuse. `ranks`: processes that share the work, all of which call this; the bytes do not depend on them either.
     Raises OutputError, DiskFullError, MemoptIOError for the folder; NonFiniteError, TruncatedError, SourceChangedError
     for the source; ContentError, SizeMismatchError if a file is not the planned one; InterruptedRunError on Ctrl-C.
     """
@@ -86,9 +92,14 @@ def run_job(
     if workers < 1:
         raise UsageError(f"{workers} workers do nothing", remedy="use 1 or more")
     check_output_place(job.folder, out)
+    ranks = ranks or RunRanks()
     sizes = job.planned_sizes()
+    if not ranks.is_first:
+        _help_first(job, out, workers, ranks)
+        return _result(job, out, sizes, frozenset(), {}, started, was_complete=False)
     was_complete = is_complete(out, job.finished)
     if was_complete:
+        ranks.from_first(NOTHING_TO_DO)
         remove_leftovers(out)
         resumed = frozenset(unit.number for unit in job.units)
         with _interruptible(f"stopped while {out}, which is complete, was checked; nothing was changed"):
@@ -107,7 +118,9 @@ def run_job(
             workspace.save_plan(source.stamps)
             workspace.make_folders(names)
             _write_small_files(job, workspace)
-            job.prepare(workspace.state, workers, progress)
+            todo = [unit for unit in job.units if unit.number not in resumed]
+            ranks.from_first(json.dumps([unit.number for unit in todo]).encode())
+            job.prepare(workspace.state, workers, progress, ranks)
             meter = ProgressMeter(
                 progress,
                 job.input_size_bytes(),
@@ -115,12 +128,63 @@ def run_job(
                 resumed_bytes=_resumed_size_bytes(job, resumed),
                 num_resumed_units=len(resumed),
             )
-            todo = [unit for unit in job.units if unit.number not in resumed]
-            errors_by_unit |= _run_units(todo, job, source, workspace, workers, meter)
+            errors_by_unit |= _run_units(todo[:: ranks.num_ranks], job, source, workspace, workers, meter)
+            ranks.barrier()
+            errors_by_unit |= _done_by_others(todo, errors_by_unit, workspace)
             source.require_unchanged()
             if before_finish is not None:
                 before_finish()
             errors = balance(job, workspace, errors_by_unit, sizes)
+            ranks.barrier()
+    return _result(job, out, sizes, resumed, errors, started, was_complete=was_complete)
+
+
+def _help_first(job: Job, out: Path, workers: int, ranks: RunRanks) -> None:
+    """What a rank other than 0 does of `run_job`: its share of the preparation and of the units."""
+    message = ranks.from_first(b"")
+    if message == NOTHING_TO_DO:
+        return
+    numbers = set(json.loads(message))
+    own = [unit for unit in job.units if unit.number in numbers][ranks.rank :: ranks.num_ranks]
+    folder = UnitFolder(out)
+    with _interruptible(f"stopped; {out} keeps every finished unit"), job.open_source() as source:
+        job.prepare(folder.state, workers, None, ranks)
+        meter = ProgressMeter(None, job.input_size_bytes(own), len(own), resumed_bytes=0, num_resumed_units=0)
+        _run_units(own, job, source, folder, workers, meter)
+        source.require_unchanged()
+        ranks.barrier()
+        # Rank 0 closes the release; where it refuses, all ranks end with an error.
+        ranks.barrier()
+
+
+def _done_by_others(
+    todo: Iterable[Unit], done: Mapping[int, ErrorsByRole], folder: UnitFolder
+) -> dict[int, ErrorsByRole]:
+    """Error figures of the units that other ranks wrote. ContentError if one of them is not there."""
+    found: dict[int, ErrorsByRole] = {}
+    for unit in todo:
+        if unit.number not in done:
+            finished = folder.finished_unit(unit)
+            if finished is None:
+                raise ContentError(
+                    "another rank wrote it, and it is not there",
+                    file=unit.file_name,
+                    remedy="all ranks must see one output folder; run the same command again",
+                )
+            found[unit.number] = finished.errors_by_role
+    return found
+
+
+def _result(
+    job: Job,
+    out: Path,
+    sizes: Mapping[str, int],
+    resumed: frozenset[int],
+    errors: dict[str, ErrorSummary],
+    started: float,
+    *,
+    was_complete: bool,
+) -> RunResult:
     return RunResult(
         out,
         len(job.units),
@@ -148,12 +212,13 @@ def run_plan(
     progress: ProgressCallback | None = None,
     before_finish: Callable[[], None] | None = None,
     calibration: CalibrationOptions | None = None,
+    ranks: RunRanks | None = None,
 ) -> RunResult:
     """`run_job` for `plan`; the bytes do not depend on `backend` either. `calibration`: what the plan's identity of it
     was made from. UsageError for a plan from a config alone, and as `CompressJob`.
     """
     job = CompressJob(plan, backend, calibration)
-    return run_job(job, out, workers=workers, progress=progress, before_finish=before_finish)
+    return run_job(job, out, workers=workers, progress=progress, before_finish=before_finish, ranks=ranks)
 
 
 def _resumed_size_bytes(job: Job, numbers: frozenset[int]) -> int:
@@ -193,7 +258,7 @@ def _run_units(
     todo: Iterable[Unit],
     job: Job,
     source: Source,
-    workspace: Workspace,
+    workspace: UnitFolder,
     workers: int,
     meter: ProgressMeter,
 ) -> dict[int, ErrorsByRole]:
@@ -239,7 +304,7 @@ def _wait(futures: set[Future[ErrorsByRole]]) -> None:
 
 
 def _write_unit(
-    unit: Unit, job: Job, worker: Worker, workspace: Workspace, working: threading.BoundedSemaphore
+    unit: Unit, job: Job, worker: Worker, workspace: UnitFolder, working: threading.BoundedSemaphore
 ) -> ErrorsByRole:
     """Make a unit's files and publish them; its error figures. The lines go to disk, not into the result.
 

@@ -20,8 +20,9 @@ CALIBRATE_STAGE: Stage = "calibrate"
 class Progress:
     """A moment of a run. `num_resumed_units` were finished by an earlier run.
 
-    Bytes are source bytes in stages "write" and "calibrate"; in stage "check", all that is read again: of the source and of the output.
-    `rate_bytes_per_second` counts this run's work alone; `remaining_seconds` is None until there is a rate.
+    Bytes are source bytes in stages "write" and "calibrate"; in stage "check", all that is read again: of the source
+    and of the output. `rate_bytes_per_second` counts this run's work alone; `remaining_seconds` is None until there is
+    a rate.
     """
 
     done_bytes: int

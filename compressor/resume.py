@@ -7,9 +7,10 @@ from collections.abc import Callable
 from memopt.compressor.job import Job, Source
 from memopt.compressor.progress import CHECK_STAGE, ProgressCallback, ProgressMeter
 from memopt.compressor.recheck import recorded_unit, require_outputs, require_sources
+from memopt.compressor.unit_folder import FinishedUnit
 from memopt.compressor.unit_record import ErrorsByRole
 from memopt.compressor.units import Unit
-from memopt.compressor.workspace import FinishedUnit, Workspace
+from memopt.compressor.workspace import Workspace
 from memopt.errors import ContentError, LayoutError, MemoptIOError, SourceChangedError
 from memopt.manifests.workers import run_workers
 

@@ -16,15 +16,13 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from memopt.compressor.checkpoint.disk_errors import write_error
 from memopt.compressor.checkpoint.file_stamp import FileStamp
-from memopt.compressor.checkpoint.writer import sync_folder, write_stream_atomically
+from memopt.compressor.checkpoint.writer import sync_folder
 from memopt.compressor.fingerprint import run_fingerprint
 from memopt.compressor.output_folder import (
     FINISHED_FOLDER,
@@ -33,32 +31,20 @@ from memopt.compressor.output_folder import (
     finished_identity,
     remove_leftovers,
 )
-from memopt.compressor.unit_record import ErrorsByRole, PublishedStamp, UnitRecord, parse_record, render_record
+from memopt.compressor.unit_folder import UnitFolder
 from memopt.compressor.units import Unit
-from memopt.errors import ContentError, OutputError
+from memopt.errors import OutputError
 from memopt.manifests.file_roles import LEDGER_NAME
 from memopt.manifests.release_description import RELEASE_NAME
 
 _OTHER_WORK = "another source, recipe, option, or version of memopt, numba or numpy"
 
 
-@dataclass(frozen=True)
-class FinishedUnit:
-    """A unit that an earlier run finished. `is_untouched`: its files are those that were published, by their stamps.
-
-    Its ledger lines stay on disk: memory must not grow with the number of tensors.
-    """
-
-    errors_by_role: ErrorsByRole
-    is_untouched: bool
-
-
-class Workspace:
+class Workspace(UnitFolder):
     """The locked output folder of one run."""
 
     def __init__(self, out: Path, fingerprint: str, file_names: frozenset[str]) -> None:
-        self.out = out
-        self._state = out / STATE_FOLDER
+        super().__init__(out)
         self._fingerprint = fingerprint
         self._lock = -1
         self.source_stamps: dict[str, FileStamp] | None = None
@@ -67,7 +53,7 @@ class Workspace:
             entries = entries_of(out)
             if entries and STATE_FOLDER not in entries:
                 self._refuse_foreign(entries)
-            self._state.mkdir(exist_ok=True)
+            self.state.mkdir(exist_ok=True)
             self._acquire()
         except OSError as problem:
             raise write_error(problem, str(out)) from None
@@ -79,11 +65,6 @@ class Workspace:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def state(self) -> Path:
-        """The folder that is gone once the release is complete."""
-        return self._state
 
     def _refuse_foreign(self, entries: set[str]) -> None:
         found = finished_identity(self.out) if RELEASE_NAME in entries else None
@@ -98,7 +79,7 @@ class Workspace:
         )
 
     def _acquire(self) -> None:
-        self._lock = os.open(self._state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_held = self._is_lock_in_place()
@@ -113,12 +94,12 @@ class Workspace:
     def _is_lock_in_place(self) -> bool:
         """False if the run that held the lock has finished, and renamed its folder, between our open and our lock."""
         try:
-            return os.path.samestat(os.stat(self._state / "lock"), os.fstat(self._lock))
+            return os.path.samestat(os.stat(self.state / "lock"), os.fstat(self._lock))
         except FileNotFoundError:
             return False
 
     def _open_state(self, file_names: frozenset[str]) -> None:
-        plan_path = self._state / "plan.json"
+        plan_path = self.state / "plan.json"
         entries = entries_of(self.out) - {STATE_FOLDER}
         if plan_path.exists():
             stored = self._load(plan_path)
@@ -132,14 +113,14 @@ class Workspace:
             }
             entries -= file_names
         if entries:
-            if os.listdir(self._state) == ["lock"]:
+            if os.listdir(self.state) == ["lock"]:
                 # The folder was made by this refused run: another one finished here a moment ago.
                 self.close()
-                shutil.rmtree(self._state)
+                shutil.rmtree(self.state)
             self._refuse_foreign(entries)
-        shutil.rmtree(self._state / "tmp", ignore_errors=True)
-        (self._state / "tmp").mkdir()
-        (self._state / "units").mkdir(exist_ok=True)
+        shutil.rmtree(self.state / "tmp", ignore_errors=True)
+        (self.state / "tmp").mkdir()
+        (self.state / "units").mkdir(exist_ok=True)
 
     def _load(self, path: Path) -> dict[str, Any]:
         try:
@@ -156,98 +137,21 @@ class Workspace:
             "fingerprint": self._fingerprint,
             "source_files": {name: [stamp.size_bytes, stamp.changed_ns] for name, stamp in sorted(stamps.items())},
         }
-        self._write(self._state / "plan.json", (json.dumps(table).encode(),))
+        self._write(self.state / "plan.json", (json.dumps(table).encode(),))
         self.source_stamps = stamps
-
-    def temporary(self, name: str) -> Path:
-        """Where file `name` of the release is written before it has its name."""
-        return self._state / "tmp" / name.replace("/", "+")
-
-    def make_folders(self, names: Iterable[str]) -> None:
-        """Make the folders below the release that files `names` lie in."""
-        try:
-            for folder in sorted({path for name in names for path in PurePosixPath(name).parents}):
-                if not (self.out / folder).is_dir():
-                    (self.out / folder).mkdir()
-                    sync_folder((self.out / folder).parent)
-        except OSError as problem:
-            raise write_error(problem, str(self.out)) from None
-
-    def write_file(self, name: str, data: bytes) -> None:
-        """Write a small file of the release atomically."""
-        self.write_stream(name, (data,))
-
-    def write_stream(self, name: str, chunks: Iterable[bytes]) -> None:
-        """Write a file of the release atomically, without having it in memory."""
-        self._write(self.out / name, chunks, self.temporary(name))
-
-    def _write(self, path: Path, chunks: Iterable[bytes], temporary: Path | None = None) -> None:
-        write_stream_atomically(path, chunks, temporary or self.temporary(path.name))
-
-    def publish_unit(self, unit: Unit, lines: Iterable[bytes], errors_by_role: ErrorsByRole) -> None:
-        """Give a unit's flushed files their final names, then record that it is finished."""
-        stamps: dict[str, PublishedStamp] = {}
-        path = self.out
-        try:
-            for file in unit.files:
-                path = self.out / file.name
-                os.replace(self.temporary(file.name), path)
-                # After the rename, which is a change of the file too.
-                stamps[file.name] = PublishedStamp.of(os.stat(path))
-            for folder in sorted({(self.out / file.name).parent for file in unit.files}):
-                path = folder
-                sync_folder(folder)
-        except OSError as problem:
-            raise write_error(problem, str(path)) from None
-        self._write(self._record_path(unit), (render_record(UnitRecord(tuple(lines), errors_by_role, stamps)),))
-
-    def _record_path(self, unit: Unit) -> Path:
-        return self._state / "units" / f"{unit.number:05d}.json"
-
-    def finished_unit(self, unit: Unit) -> FinishedUnit | None:
-        """A unit that an earlier run finished, if its files still have the planned sizes and headers."""
-        found: dict[str, PublishedStamp] = {}
-        try:
-            record = parse_record(self._record_path(unit).read_bytes())
-            for file in unit.files:
-                header = file.header
-                with open(self.out / file.name, "rb") as stream:
-                    status = os.fstat(stream.fileno())
-                    size_bytes = len(header) + file.data_size_bytes
-                    if status.st_size != size_bytes or stream.read(len(header)) != header:
-                        return None
-                found[file.name] = PublishedStamp.of(status)
-        except (OSError, ValueError):
-            # A damaged record only means that the unit is done again.
-            return None
-        if len(record.lines) != len(unit.tensors):
-            return None
-        return FinishedUnit(record.errors_by_role, record.stamps == found)
-
-    def unit_lines(self, unit: Unit) -> tuple[bytes, ...]:
-        """The ledger lines of a unit that is finished; ContentError if its record was changed meanwhile."""
-        path = self._record_path(unit)
-        try:
-            return parse_record(path.read_bytes()).lines
-        except (OSError, ValueError):
-            raise ContentError(
-                "was changed or removed while the run was on",
-                file=str(path),
-                remedy="run the same command again: that unit is done anew",
-            ) from None
 
     def finish(self) -> None:
         """Remove the state: the release is complete."""
         try:
             remove_leftovers(self.out)
             sync_folder(self.out)
-            os.rename(self._state, self.out / FINISHED_FOLDER)
+            os.rename(self.state, self.out / FINISHED_FOLDER)
             sync_folder(self.out)
             # Nobody can take the lock under its old name any more, and NFS keeps what is removed while it is open.
             self.close()
             remove_leftovers(self.out)
         except OSError as problem:
-            raise write_error(problem, str(self._state)) from None
+            raise write_error(problem, str(self.state)) from None
 
     def close(self) -> None:
         if self._lock >= 0:

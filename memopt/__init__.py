@@ -20,6 +20,7 @@ from memopt.version import __version__
 
 if TYPE_CHECKING:
     from memopt.compressor.api import compress, dequantize, inspect, plan, plan_config
+    from memopt.compressor.evaluate.gated_signing import sign_release
     from memopt.compressor.fetch_release import PullOptions, PullResult, pull_release
     from memopt.compressor.inspection import Inspection
     from memopt.compressor.pipeline import RunResult
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from memopt.compressor.ranks.api import merge, shard
     from memopt.compressor.recipe import Recipe, load_recipe
     from memopt.manifests.release import Release, open_release
-    from memopt.manifests.sign import SignOptions, SignResult, sign_release
+    from memopt.manifests.sign import SignOptions, SignResult
     from memopt.manifests.stage import stage
     from memopt.manifests.verdict import Verdict
     from memopt.manifests.verify import VerifyOptions, verify_release
@@ -65,7 +66,7 @@ _HOMES = {
     "stage": "memopt.manifests.stage",
     "SignOptions": "memopt.manifests.sign",
     "SignResult": "memopt.manifests.sign",
-    "sign_release": "memopt.manifests.sign",
+    "sign_release": "memopt.compressor.evaluate.gated_signing",
     "Verdict": "memopt.manifests.verdict",
     "VerifyOptions": "memopt.manifests.verify",
     "verify_release": "memopt.manifests.verify",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +16,6 @@ from memopt.runtime.engine.model_runner import Model
 from memopt.runtime.engine.request import Request
 from memopt.runtime.engine.step_plan import StepPlan
 from memopt.runtime.kv.layer_kv import DUMMY_PAGE, KvPools
-from memopt.runtime.kv.page_manager import PageState
 from memopt.runtime.model.step_rows import StepRows
 
 
@@ -89,25 +88,14 @@ def padding_row(core: EngineCore) -> None:
     core.pages.tables.expected[free] = 7
 
 
-def free_only(core: EngineCore, request: Request) -> Callable[[], None]:
-    """A page is free while its request reads it, and nobody takes it. Returns what undoes it, before the request ends.
-
-    So it is with a step that still runs when its request was aborted: what it reads is right.
-    """
+def free_only(core: EngineCore, request: Request) -> None:
+    """A page is free while its request reads it, and nobody takes it: what it reads is right."""
     manager = core.pages.manager
     # The index holds the first one too.
     page = request.pages[1].page
     assert manager.num_holders(page) == 1
     assert force_free(manager, page)
     give_out_last(manager, page)
-
-    def undo() -> None:
-        assert manager._free[0] == page
-        manager._free.pop(0)
-        manager._num_holders[page] = 1
-        manager._states[page] = PageState.HELD
-
-    return undo
 
 
 class RecordingModel:
@@ -131,7 +119,6 @@ class RecordedRun:
 
     requests: dict[str, Request] = field(default_factory=dict)
     logits: dict[str, list[bytes]] = field(default_factory=dict)
-    was_refused: bool = False
 
     def tokens(self, name: str) -> list[int]:
         """Generated tokens."""
@@ -143,10 +130,8 @@ class RecordedRun:
         return {name: request.finish_reason for name, request in self.requests.items()}
 
 
-def record(
-    core: EngineCore, model: RecordingModel, run: RecordedRun, num_steps: int, *, may_be_refused: bool = False
-) -> None:
-    """Up to `num_steps` steps. `may_be_refused`: a double free that shows only at a request's end ends the run."""
+def record(core: EngineCore, model: RecordingModel, run: RecordedRun, num_steps: int) -> None:
+    """Up to `num_steps` steps."""
     sampled: list[Request] = []
     schedule = type(core.scheduler).schedule
 
@@ -160,12 +145,7 @@ def record(
     for _ in range(num_steps):
         if not core.has_work:
             return
-        try:
-            core.step()
-        except PageError:
-            assert may_be_refused
-            run.was_refused = True
-            return
+        core.step()
         if sampled:
             assert model.last_logits is not None
             for request, row in zip(sampled, model.last_logits, strict=True):

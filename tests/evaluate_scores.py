@@ -9,7 +9,7 @@ from memopt.compressor.evaluate.quality import Conditions, ModelIdentity, Qualit
 from memopt.compressor.evaluate.task_scores import TaskScore
 from memopt.compressor.evaluate.token_scores import TokenScores
 
-LEDGER_SHA256 = "a" * 64
+WEIGHTS_SHA256 = "a" * 64
 
 
 def made_scores(num_documents: int = 8, tokens: int = 40, seed: int = 0) -> TokenScores:
@@ -29,7 +29,7 @@ def made_quality(seed: int = 0, tasks: tuple[TaskScore, ...] = (), name: str = "
         scores,
         scores.document,
         base=ModelIdentity("source", "base", "b" * 64),
-        release=ModelIdentity("release", name, LEDGER_SHA256),
+        release=ModelIdentity("release", name, WEIGHTS_SHA256),
         data=DataDigest("c" * 64, 1234, "text", 8, 328),
         conditions=Conditions(7, 41, 8, "float32", "fp32", "fp8_e4m3"),
         tasks=tasks,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memopt.errors import PageError
 from memopt.kernels.kv_cache.page_tags_reference import PageTagCheck
 from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.integrity.choose_tracker import choose_tracker
@@ -132,7 +131,7 @@ class PageSimulation:
         self.mismatches: list[PageMismatch] = []
         self.flagged: set[int] = set()
         self.affected: set[int] = set()
-        self.num_refused_frees = 0
+        self.num_lost_pages = 0
         self.num_submitted = 0
         self.step_number = 0
 
@@ -231,15 +230,15 @@ class PageSimulation:
         if self.manager.quarantine(mismatch.page):
             self.index.forget([mismatch.page], self.step_number)
         self.index.forget([held.page for held in request.pages], self.step_number)
-        self.manager.release_suspect(request.pages, self.step_number)
+        self.manager.release_own(request.pages, self.step_number)
         self._leave(request)
 
     def _end(self, request: SimulatedRequest) -> None:
-        for held in request.pages:
-            try:
-                self.manager.release([held], self.step_number)
-            except PageError:
-                self.num_refused_frees += 1
+        lost = self.manager.release_own(request.pages, self.step_number)
+        for place in lost:
+            self.index.forget([request.pages[place].page], self.step_number)
+            self.manager.quarantine(request.pages[place].page)
+        self.num_lost_pages += len(lost)
         self._leave(request)
 
     def _leave(self, request: SimulatedRequest) -> None:

@@ -58,8 +58,7 @@ def observe(engine: Engine, findings: Findings) -> None:
     for layer in decoder.layers:
         indexer: Indexer | None = layer.attention.indexer  # type: ignore[attr-defined]
         if indexer is not None:
-            # Frozen, for everybody else.
-            object.__setattr__(indexer, "checks_ranks", True)
+            assert indexer.checks_ranks
     original = Indexer._select
 
     def select(self: Indexer, *arguments: Any) -> Tensor:

@@ -77,6 +77,11 @@ def cases_for(*, is_mla: bool) -> tuple[CacheCase, ...]:
     return tuple(case for case in CASES if is_mla or case.kv_cache not in KV_FORMATS or KV_FORMATS[case.kv_cache].has_gqa)
 
 
+def with_own_memory(scales: KvScales) -> KvScales:
+    """The same scales in tensors that nobody else has: an engine keeps them, and a test may spoil them."""
+    return _changed(scales, lambda scale: scale.clone())
+
+
 def _changed(scales: KvScales, change: Callable[[Tensor], Tensor]) -> KvScales:
     layers = {
         layer: LayerScales(change(found.k), None if found.v is None else change(found.v))

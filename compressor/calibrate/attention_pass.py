@@ -40,7 +40,8 @@ class AttentionPass:
     """Runs layer `number` over this rank's batches, whose rows come from `hidden`.
 
     `selection`: rows int32 [tokens, top_k] of the layer before, None without one. What the layer stores is not rounded
-    further than activations are: fp32 pages for float32, BF16 for bfloat16. `observers`: a KvRange a thread, for scales.
+    further than activations are: fp32 pages for float32, BF16 for bfloat16. `ranges`: what each thread's pages
+    were given, for scales.
     """
 
     def __init__(self, run: CalibrationRun, number: int, hidden: RowFile, selection: RowFile | None) -> None:

@@ -76,7 +76,8 @@ def calibrate_layer(
         labels += found
     attention.forget_ranges()
     selection_columns = _attend(run, layer, attention, rows)
-    run.barrier()
+    # A rank may have no samples, and then no selection; also, all rows are there now.
+    selection_columns = int(run.communicator.maximum(torch.tensor([selection_columns])))
     for stage in (stage for stage in stages if stage >= NUM_ATTENTION_STAGES):
         layer, found = calibrate_stage(run, number, layer, _of_stage(targets, stage), run_mlp)
         labels += found

@@ -1,4 +1,4 @@
-"""What all steps of a calibration share: the source model, the samples in batches, the store, the ranks, the threads."""
+"""What all steps of a calibration share: the source model, samples in batches, the store, ranks and threads."""
 
 from __future__ import annotations
 

@@ -85,9 +85,7 @@ def _solve(
 
 
 def _from_store(run: CalibrationRun, target: DenseTarget) -> SolvedWeight:
-    parts = [
-        (run.store.read(plan.outputs[0].name), run.store.read(plan.outputs[1].name)) for plan in target.weights
-    ]
+    parts = [(run.store.read(plan.outputs[0].name), run.store.read(plan.outputs[1].name)) for plan in target.weights]
     packed, scale = loaded(parts, target.weights)
     device = run.load.device
     return SolvedWeight(packed.to(device), scale.to(device), target.form, None)

@@ -146,7 +146,12 @@ class ExpertCalibration:
             if num_forced:
                 options = replace(options, shrinkage_tokens=float(self._run.options.coverage_tokens))
             return solve(
-                weight, statistics[place], form, options, num_forced_tokens=num_forced, layer=broad if num_forced else None
+                weight,
+                statistics[place],
+                form,
+                options,
+                num_forced_tokens=num_forced,
+                layer=broad if num_forced else None,
             )
 
         return list(self._run.pool.map(one, range(len(wave))))
@@ -221,9 +226,7 @@ class ExpertCalibration:
             stacked.append(loaded(parts, plans))
         packed, scales = zip(*stacked, strict=True)
         device = self._run.load.device
-        return Int4Weight(
-            torch.stack(packed).to(device), torch.stack(scales).to(device), form.weights_per_scale
-        )
+        return Int4Weight(torch.stack(packed).to(device), torch.stack(scales).to(device), form.weights_per_scale)
 
 
 def _add_all(run: CalibrationRun, collectors: dict[int, StatisticsCollector], rows: dict[int, Tensor]) -> None:

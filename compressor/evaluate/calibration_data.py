@@ -36,7 +36,7 @@ TokenIds = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class DataDigest:
-    """What stands for a data file in provenance. `sha256`: hex, of the file's bytes."""
+    """What stands for a data file in provenance. `sha256`: hex, of the file's bytes. Counts are of all it holds."""
 
     sha256: str
     size_bytes: int
@@ -47,7 +47,7 @@ class DataDigest:
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """Documents of int64 token ids [n], each of at least MIN_DOCUMENT_TOKENS, in the file's order."""
+    """Every document of the file in its order, int64 token ids [n]; one has MIN_DOCUMENT_TOKENS or more."""
 
     documents: tuple[TokenIds, ...]
     digest: DataDigest
@@ -78,15 +78,14 @@ def read_token_data(path: Path, vocab_size: int, encode: Encode | None) -> Token
         )
     for number, document in enumerate(documents, start=1):
         _check_ids(document, number, vocab_size, path.name)
-    long_enough = tuple(document for document in documents if len(document) >= MIN_DOCUMENT_TOKENS)
-    if not long_enough:
+    if all(len(document) < MIN_DOCUMENT_TOKENS for document in documents):
         raise DataFileError(
             f"holds no document of {MIN_DOCUMENT_TOKENS} tokens", file=path.name, remedy="give more text"
         )
     kind: Literal["text", "ids"] = "text" if path.suffix == TEXT_SUFFIX else "ids"
     digest = hashlib.sha256(raw).hexdigest()
-    num_tokens = sum(len(document) for document in long_enough)
-    return TokenData(long_enough, DataDigest(digest, len(raw), kind, len(long_enough), num_tokens))
+    num_tokens = sum(len(document) for document in documents)
+    return TokenData(documents, DataDigest(digest, len(raw), kind, len(documents), num_tokens))
 
 
 def text_lines(raw: bytes, file: str) -> Iterator[tuple[int, str]]:
@@ -109,7 +108,7 @@ def text_lines(raw: bytes, file: str) -> Iterator[tuple[int, str]]:
             raise DataFileError(
                 f"byte {problem.start} of the line is not UTF-8", file=place, remedy="convert the file to UTF-8"
             ) from None
-        text = parse_json_object(line, place, DataFileError).get(TEXT_KEY)
+        text = _object(line, place).get(TEXT_KEY)
         if not isinstance(text, str) or not text.strip():
             raise DataFileError(
                 f"{TEXT_KEY!r} is {'empty' if isinstance(text, str) else 'no string'}",
@@ -117,6 +116,15 @@ def text_lines(raw: bytes, file: str) -> Iterator[tuple[int, str]]:
                 remedy="leave the line out, or give its text",
             )
         yield number, text
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    """A line's JSON object."""
+    try:
+        return parse_json_object(line, place, DataFileError)
+    except DataFileError as problem:
+        problem.remedy = 'write one {"text": …} object a line'
+        raise
 
 
 def _encoded(text: str, line: int, encode: Encode, file: str) -> TokenIds:

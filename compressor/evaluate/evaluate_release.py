@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from memopt.compressor.evaluate.calibration_data import Encode, read_token_data
+from memopt.compressor.evaluate.calibration_data import TEXT_SUFFIX, Encode, TokenData, read_token_data
 from memopt.compressor.evaluate.quality import Conditions, Quality, measure_quality
+from memopt.compressor.evaluate.release_gate import refuse_calibration_data
+from memopt.compressor.evaluate.release_weights import require_release
 from memopt.compressor.evaluate.task_scores import TaskScore
-from memopt.compressor.evaluate.token_scores import TokenScores, joined, placed, score_logits
+from memopt.compressor.evaluate.token_scores import TokenScores
 from memopt.compressor.evaluate.token_windows import Window, document_windows
+from memopt.compressor.evaluate.window_scores import score_windows, window_numbers
 from memopt.errors import DataFileError, ShapeError, UsageError
 from memopt.manifests.strict_json import read_capped
 
@@ -66,41 +67,61 @@ def evaluate_release(
 
     One layer of one model is in memory at a time, besides the hidden states of both. Every tensor of the release is
     compared with its ledger. Raises what reading, building and comparing raise; UsageError when `release` was not made
-    by memopt, ShapeError for another vocabulary.
+    by memopt, ShapeError for another vocabulary, DataFileError for the data that it was calibrated on.
     """
-    from memopt.compressor.evaluate.stored_model import StoredModel
-
     with ExitStack() as stack:
-        of_base, of_release = (stack.enter_context(StoredModel(folder)) for folder in (base, release))
-        if not of_release.is_release:
-            raise UsageError(
-                f"{release} has no release.json and ledger.jsonl", remedy="name the base first, then the release"
-            )
-        if of_base.config.vocab_size != of_release.config.vocab_size:
-            raise ShapeError(
-                f"vocabularies of {of_base.config.vocab_size:,} and {of_release.config.vocab_size:,} tokens",
-                remedy="compare a release with what it was made from",
-            )
-        read = read_token_data(data, of_base.config.vocab_size, text_encoder(base) if data.suffix == ".jsonl" else None)
-        windows = document_windows(read, options.window_tokens, options.max_windows)
-        longest = max(len(window.ids) for window in windows)
-        if longest > of_base.config.max_tokens:
-            raise UsageError(
-                f"windows of {longest:,} tokens, the model is made for {of_base.config.max_tokens:,}",
-                remedy=f"use --window {of_base.config.max_tokens}",
-            )
+        pair = _opened(stack, base, release, data, options)
         scratch = options.scratch and Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.scratch)))
-        scores = _scores(of_base, of_release, windows, replace(options, scratch=scratch), on_progress)
-        window_of = np.repeat(np.arange(len(windows)), [window.num_predicted for window in windows])
+        scores = _scores(pair, replace(options, scratch=scratch), on_progress)
         return measure_quality(
             scores,
-            window_of,
-            base=of_base.identity(of_release.source_sha256),
-            release=of_release.identity(),
-            data=read.digest,
-            conditions=_conditions(options, len(windows)),
+            window_numbers(pair.windows),
+            base=pair.base.identity(pair.release.source_sha256),
+            release=pair.release.identity(),
+            data=pair.data.digest,
+            conditions=_conditions(options, len(pair.windows)),
             tasks=tasks,
         )
+
+
+def check_evaluation(base: Path, release: Path, data: Path, options: EvaluateOptions) -> None:
+    """Raise what `evaluate_release` would raise before its work: all that headers, ledger and data tell."""
+    with ExitStack() as stack:
+        _opened(stack, base, release, data, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """What is compared, and on what."""
+
+    base: StoredModel
+    release: StoredModel
+    data: TokenData
+    windows: tuple[Window, ...]
+
+
+def _opened(stack: ExitStack, base: Path, release: Path, data: Path, options: EvaluateOptions) -> _Pair:
+    """Both models, which `stack` closes, and the windows of the data."""
+    from memopt.compressor.evaluate.stored_model import StoredModel
+
+    require_release(release)
+    of_base, of_release = (stack.enter_context(StoredModel(folder)) for folder in (base, release))
+    if of_base.config.vocab_size != of_release.config.vocab_size:
+        raise ShapeError(
+            f"vocabularies of {of_base.config.vocab_size:,} and {of_release.config.vocab_size:,} tokens",
+            remedy="compare a release with what it was made from",
+        )
+    encode = text_encoder(base) if data.suffix == TEXT_SUFFIX else None
+    read = read_token_data(data, of_base.config.vocab_size, encode)
+    refuse_calibration_data(release, read.digest.sha256)
+    windows = document_windows(read, options.window_tokens, options.max_windows)
+    longest = max(len(window.ids) for window in windows)
+    max_tokens = min(of_base.config.max_tokens, of_release.config.max_tokens)
+    if longest > max_tokens:
+        raise UsageError(
+            f"windows of {longest:,} tokens, the model is made for {max_tokens:,}", remedy=f"use --window {max_tokens}"
+        )
+    return _Pair(of_base, of_release, read, windows)
 
 
 def text_encoder(folder: Path) -> Encode:
@@ -124,16 +145,8 @@ def _conditions(options: EvaluateOptions, num_windows: int) -> Conditions:
     )
 
 
-def _scores(
-    base: StoredModel,
-    release: StoredModel,
-    windows: tuple[Window, ...],
-    options: EvaluateOptions,
-    on_progress: OnProgress,
-) -> TokenScores:
+def _scores(pair: _Pair, options: EvaluateOptions, on_progress: OnProgress) -> TokenScores:
     """Figures of every prediction, window after window."""
-    import torch
-
     from memopt.compressor.evaluate.streamed_forward import BATCH_TOKENS, StreamOptions, final_states
 
     def states(model: StoredModel, part: str, kv_cache: str | None) -> FinalStates:
@@ -146,18 +159,8 @@ def _scores(
             part=part,
             on_layer=lambda done, total: on_progress(part, done, total),
         )
-        return final_states(model, windows, stream)
+        return final_states(model, pair.windows, stream)
 
-    of_base, of_release = states(base, "base", options.base_kv_cache), states(release, "release", options.kv_cache)
-    scores: list[TokenScores] = []
-    row = 0
-    with torch.no_grad():
-        for number, window in enumerate(windows, start=1):
-            next_ids = torch.from_numpy(window.ids[1:]).to(options.device)
-            found = score_logits(
-                of_base.logits(row, window.num_predicted), of_release.logits(row, window.num_predicted), next_ids
-            )
-            scores.append(placed(found, window.document, window.start))
-            row += len(window.ids)
-            on_progress("compare", number, len(windows))
-    return joined(scores)
+    of_base = states(pair.base, "base", options.base_kv_cache)
+    of_release = states(pair.release, "release", options.kv_cache)
+    return score_windows(of_base, of_release, pair.windows, lambda done, total: on_progress("compare", done, total))

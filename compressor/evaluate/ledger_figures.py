@@ -1,20 +1,22 @@
 """What the report shows of ledger.jsonl: weight error by layer and role, and how many tokens each expert saw.
 
-Calibrated rows carry "calibration" (compressor/calibrate): `num_tokens`, `damping`, proxy errors and a fallback reason.
+A calibrated row's "error" holds "tokens" and "fallback" too (compressor/calibration_figures.py).
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from memopt.compressor.families.roles import Role
 from memopt.errors import LedgerError
 from memopt.manifests.file_roles import LEDGER_NAME
+from memopt.manifests.strict_json import parse_json_object
 
-CALIBRATION_KEY = "calibration"
+MAX_LAYERS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCoverage:
-    """Tokens that reached the experts of a layer in calibration, and experts that fell back to plain rounding."""
+    """Tokens that the experts of a layer saw in calibration, and how many experts have a weight whose codes come from a
+    lesser method than the recipe asks for.
+    """
 
     layer: int
     num_experts: int
@@ -58,19 +62,19 @@ def ledger_figures(lines: Iterable[bytes]) -> LedgerFigures:
     errors: dict[tuple[int, str], list[float]] = defaultdict(list)
     experts: dict[int, dict[str, _Expert]] = defaultdict(dict)
     for number, line in enumerate(lines, start=1):
-        row = _row(line, number)
-        layer, error = row.get("layer"), row.get("error")
-        if not isinstance(layer, int):
+        row = parse_json_object(line, f"{LEDGER_NAME}:{number}", LedgerError)
+        layer, error, role = row.get("layer"), row.get("error"), str(row.get("role"))
+        if layer is None or error is None:
             continue
-        if isinstance(error, dict):
-            errors[layer, str(row.get("role"))].append(_number(error.get("relative_mse"), number))
-        calibration = row.get(CALIBRATION_KEY)
-        if isinstance(calibration, dict) and ".experts." in str(row.get("tensor")):
+        if type(layer) is not int or not 0 <= layer < MAX_LAYERS or not isinstance(error, dict):
+            raise LedgerError(f"line {number}: layer or error is none", file=LEDGER_NAME, remedy="compress again")
+        errors[layer, role].append(_number(error.get("relative_mse"), number))
+        if role == Role.ROUTED_EXPERT and "tokens" in error:
             # The projections of one expert count once: gate, up and down see the same tokens.
-            name = str(row["tensor"]).rsplit(".", 2)[0]
+            name = str(row.get("tensor")).rsplit(".", 2)[0]
             known = experts[layer].setdefault(name, _Expert(0, False))
-            known.num_tokens = max(known.num_tokens, int(_number(calibration.get("num_tokens"), number)))
-            known.is_fallback |= calibration.get("fallback") is not None
+            known.num_tokens = max(known.num_tokens, int(_number(error["tokens"], number)))
+            known.is_fallback |= _number(error.get("fallback"), number) > 0
     return LedgerFigures(
         tuple(
             LayerError(layer, role, len(values), sum(values) / len(values))
@@ -87,17 +91,11 @@ def _coverage(layer: int, experts: list[_Expert]) -> ExpertCoverage:
     return ExpertCoverage(layer, len(tokens), tokens[0], tokens[len(tokens) // 2], tokens[-1], num_fallbacks)
 
 
-def _row(line: bytes, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise LedgerError(f"line {number} is no JSON object", file=LEDGER_NAME, remedy="fetch the release again")
-    return row
-
-
 def _number(value: Any, line: int) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise LedgerError(f"line {line}: {str(value)[:40]!r} is no figure", file=LEDGER_NAME)
-    return float(value)
+    """A figure as the ledger writes it: not below zero, and finite."""
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise LedgerError(f"line {line}: {str(value)[:40]!r} is no figure", file=LEDGER_NAME, remedy="compress again")
+    try:
+        return float(value)
+    except OverflowError:
+        raise LedgerError(f"line {line}: a figure has too many digits", file=LEDGER_NAME) from None

@@ -35,24 +35,34 @@ class Endpoint:
     tokenizer: Path
 
 
+def check_tasks(endpoint: Endpoint, tasks: Sequence[str], *, is_installed: bool | None = None) -> None:
+    """UsageError for no task, or for names and an address that lm-eval cannot be given; UnsupportedError without it.
+
+    `is_installed`: whether lm-eval is (None: looked up).
+    """
+    if not tasks or not all(task and not task.startswith("-") and "," not in task for task in tasks):
+        raise UsageError(f"tasks {list(tasks)}", remedy="name lm-eval's tasks, such as gsm8k")
+    parts = urlsplit(endpoint.url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"{endpoint.url!r} is no address of completions", remedy="http://host:8000/v1/completions")
+    for text in (endpoint.url, endpoint.model, str(endpoint.tokenizer)):
+        # lm-eval splits its model arguments at commas.
+        if "," in text:
+            raise UsageError(f"{text!r} holds a comma, which lm-eval cannot be given", remedy="use a name without one")
+    if not (importlib.util.find_spec("lm_eval") is not None if is_installed is None else is_installed):
+        raise UnsupportedError("lm-eval is not installed", remedy="pip install 'memopt[tasks]'")
+
+
 def run_tasks(
     endpoint: Endpoint, tasks: Sequence[str], *, limit: int | None = None, seed: int = 0, run: Run | None = None
 ) -> Mapping[str, Any]:
     """lm-eval's results table for `tasks`; `limit`: samples of each task.
 
-    UnsupportedError without lm-eval, UsageError for no task or an address that is none, NetworkError with lm-eval's
-    last words when it fails, DataFileError for results that are none.
+    Raises as `check_tasks`; NetworkError with lm-eval's last words when it fails, DataFileError for results that are
+    none. `run`: what runs its command, instead of lm-eval itself.
     """
-    if not tasks or not all(task and not task.startswith("-") and "," not in task for task in tasks):
-        raise UsageError(f"tasks {list(tasks)}", remedy="name lm-eval's tasks, such as gsm8k")
-    parts = urlsplit(endpoint.url)
-    # lm-eval splits its model arguments at commas.
-    if parts.scheme not in ("http", "https") or not parts.netloc or "," in f"{endpoint.url}{endpoint.model}":
-        raise UsageError(f"{endpoint.url!r} is no address of completions", remedy="http://host:8000/v1/completions")
-    if run is None:
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UnsupportedError("lm-eval is not installed", remedy="pip install 'memopt[tasks]'")
-        run = _run
+    check_tasks(endpoint, tasks, is_installed=None if run is None else True)
+    run = run or _run
     with tempfile.TemporaryDirectory() as folder:
         arguments = (
             f"model={endpoint.model},base_url={endpoint.url},tokenizer={endpoint.tokenizer},tokenized_requests=False"

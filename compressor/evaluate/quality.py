@@ -9,31 +9,34 @@ import numpy as np
 
 from memopt.compressor.evaluate.bootstrap import (
     CONFIDENCE,
-    NUM_RESAMPLES,
     Interval,
-    mean_interval,
-    resampling,
+    Resampling,
+    exponential,
+    mean_intervals,
     sums_by_unit,
 )
 from memopt.compressor.evaluate.calibration_data import DataDigest
 from memopt.compressor.evaluate.task_scores import TaskScore
-from memopt.compressor.evaluate.token_scores import Counts, TokenScores
+from memopt.compressor.evaluate.token_scores import Counts, Figures, TokenScores
 from memopt.errors import DataFileError
 
 # A bucket holds the predictions from this many tokens of context on, up to the next edge.
 CONTEXT_EDGES = (1, 32, 128, 512, 2_048, 8_192, 32_768, 131_072)
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 NUM_WORST = 20
-# With fewer documents, windows are resampled: an interval from one or two documents says nothing.
-MIN_DOCUMENTS_TO_RESAMPLE = 5
+# With fewer documents, windows are resampled; an interval from fewer of either holds for nothing (gate.py).
+MIN_UNITS_TO_RESAMPLE = 5
+SOURCE_KIND = "source"
 # Points of the plot of KL by position.
 MAX_POSITION_BINS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Which bytes were measured. `kind`: "release" or "checkpoint". `sha256`: of the release's ledger, or of the
-    checkpoint's config and file headers.
+    """Which weights were measured. `kind`: "release"; "source", what the release was made from; or "checkpoint", another.
+
+    `name`: of its folder. `sha256` (hex): over the digests and names of a release's tensors, whatever its layout
+    (release_weights.py), or of the tensors that were read of a checkpoint.
     """
 
     kind: str
@@ -92,7 +95,8 @@ class PositionBin:
 class Quality:
     """Everything that quality.json says. `resampled`: "document" or "window", what the intervals redraw.
 
-    `kl` in nats a token, `top1` and shares as parts of 1, surprises in nats. `kl_percentiles`: (percentile, KL).
+    `num_documents`: that tokens were predicted in. `kl` in nats a token, `top1` and shares as parts of 1, surprises in
+    nats. `kl_percentiles`: (percentile, KL).
     """
 
     base: ModelIdentity
@@ -100,7 +104,9 @@ class Quality:
     data: DataDigest
     conditions: Conditions
     num_tokens: int
+    num_documents: int
     resampled: str
+    num_resampled_units: int
     num_resamples: int
     confidence: float
     kl: Interval
@@ -133,31 +139,39 @@ def measure_quality(
     if not len(scores):
         raise DataFileError("no token was predicted", remedy="give longer documents")
     present, unit = np.unique(scores.document, return_inverse=True)
-    resampled = "document" if len(present) >= MIN_DOCUMENTS_TO_RESAMPLE else "window"
-    if resampled == "window":
+    num_documents, resampled = len(present), "document"
+    if num_documents < MIN_UNITS_TO_RESAMPLE:
         present, unit = np.unique(window, return_inverse=True)
-    draws = resampling(len(present), conditions.seed)
-    num_tokens = np.bincount(unit, minlength=len(present)).astype(np.float64)
-
-    def interval(values: np.ndarray, *, is_exponential: bool = False) -> Interval:
-        return mean_interval(sums_by_unit(values, unit, len(present)), num_tokens, draws, is_exponential=is_exponential)
-
-    # KL is not below zero; sums of rounded terms may be, by 1e-9.
+        resampled = "window"
+    draws = Resampling(len(present), conditions.seed)
+    # KL is not below zero; sums of rounded terms may be, by 1e-15.
     kl = np.maximum(scores.kl, 0.0)
+    figures = (
+        kl,
+        scores.is_top1_same,
+        scores.base_surprise,
+        scores.release_surprise,
+        scores.release_surprise - scores.base_surprise,
+    )
+    sums = np.stack([sums_by_unit(values, unit, draws.num_units) for values in figures])
+    num_tokens = np.bincount(unit, minlength=draws.num_units).astype(np.float64)
+    of_kl, of_top1, of_base, of_release, of_ratio = mean_intervals(sums, num_tokens, draws)
     return Quality(
         base=base,
         release=release,
         data=data,
         conditions=conditions,
         num_tokens=len(scores),
+        num_documents=num_documents,
         resampled=resampled,
-        num_resamples=NUM_RESAMPLES,
+        num_resampled_units=draws.num_units,
+        num_resamples=draws.num_resamples,
         confidence=CONFIDENCE,
-        kl=interval(kl),
-        top1=interval(scores.is_top1_same.astype(np.float64)),
-        base_perplexity=interval(scores.base_surprise, is_exponential=True),
-        release_perplexity=interval(scores.release_surprise, is_exponential=True),
-        perplexity_ratio=interval(scores.release_surprise - scores.base_surprise, is_exponential=True),
+        kl=of_kl,
+        top1=of_top1,
+        base_perplexity=exponential(of_base),
+        release_perplexity=exponential(of_release),
+        perplexity_ratio=exponential(of_ratio),
         kl_percentiles=tuple((rank, float(np.percentile(kl, rank))) for rank in PERCENTILES),
         kl_max=float(kl.max()),
         by_context=_by_context(scores),
@@ -181,11 +195,16 @@ def _by_context(scores: TokenScores) -> tuple[ContextFigures, ...]:
                     int(inside.sum()),
                     float(np.maximum(scores.kl[inside], 0).mean()),
                     float(scores.is_top1_same[inside].mean()),
-                    float(np.exp(scores.base_surprise[inside].mean())),
-                    float(np.exp(scores.release_surprise[inside].mean())),
+                    _perplexity(scores.base_surprise[inside]),
+                    _perplexity(scores.release_surprise[inside]),
                 )
             )
     return tuple(figures)
+
+
+def _perplexity(surprise: Figures) -> float:
+    mean = float(surprise.mean())
+    return exponential(Interval(mean, mean, mean)).value
 
 
 def _by_position(scores: TokenScores) -> tuple[PositionBin, ...]:

@@ -87,7 +87,8 @@ def _value(kind: Any, value: Any, place: str, file: str) -> Any:
     # bool is an int to isinstance; no field of a Quality is one.
     if isinstance(kind, type) and type(value) is kind:
         return value
-    raise QualityFileError(f"{place} is {str(value)[:80]!r}", file=file)
+    text = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)[:80]
+    raise QualityFileError(f"{place} is {text}", file=file)
 
 
 def _dataclass(kind: type, value: Any, place: str, file: str) -> Any:

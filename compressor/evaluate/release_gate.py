@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,49 @@ from memopt.compressor.evaluate.quality_file import (
     parse_quality,
     render_quality,
 )
+from memopt.compressor.evaluate.release_weights import read_release_weights, release_table, require_release
 from memopt.compressor.evaluate.report_html import REPORT_NAME, render_report
 from memopt.compressor.quality_gate import QualityGate
-from memopt.errors import ContentError, MalformedError, OutputError, QualityFileError, QualityGateError
+from memopt.errors import ContentError, DataFileError, MalformedError, OutputError, QualityFileError, QualityGateError
 from memopt.manifests.file_names import is_signature_name
 from memopt.manifests.file_roles import LEDGER_NAME
 from memopt.manifests.release_description import RELEASE_NAME
-from memopt.manifests.strict_json import parse_json_object, read_capped
-
-MAX_RELEASE_SIZE_BYTES = 64 * 2**20
+from memopt.manifests.strict_json import read_capped
 
 
-def gate_of(folder: Path) -> QualityGate | None:
-    """The gate of the recipe that release.json holds; None if it sets none. MalformedError for a broken one."""
-    recipe = _release_table(folder).get("recipe")
-    table = recipe.get("gate") if isinstance(recipe, dict) else None
-    if table is None:
-        return None
-    try:
-        return QualityGate.model_validate(table)
-    except ValidationError as problem:
-        first = problem.errors()[0]
-        raise MalformedError(f"recipe.gate: {first['msg']}", file=RELEASE_NAME, remedy="compress again") from None
+@dataclass(frozen=True, slots=True)
+class EvaluatedRelease:
+    """What its folder says of a release that is measured: its recipe's gate, if it sets one, and its ledger's figures."""
+
+    folder: Path
+    gate: QualityGate | None
+    figures: LedgerFigures
+
+    def checks(self, quality: Quality) -> tuple[GateCheck, ...]:
+        """The checks of its gate; none without a gate."""
+        return () if self.gate is None else check_gate(self.gate, quality)
+
+    def write(self, quality: Quality) -> None:
+        """Write report.html, then quality.json; the gate is not enforced here: what failed can be read in the report."""
+        report = render_report(quality, self.figures, self.checks(quality))
+        for name, raw in ((REPORT_NAME, report), (QUALITY_NAME, render_quality(quality))):
+            write_atomically(self.folder / name, raw, self.folder / f".{name}.partial")
+
+    def require(self, quality: Quality) -> None:
+        """QualityGateError unless every check of its gate holds."""
+        if self.gate is not None:
+            require_gate(self.gate, quality)
+
+
+def read_evaluated_release(folder: Path) -> EvaluatedRelease:
+    """Everything but the weights that evaluating `folder` needs of it, so that a fault is told before any work.
+
+    UsageError for a folder that memopt did not make, MalformedError and LedgerError for broken files.
+    """
+    require_release(folder)
+    gate = _gate_of(release_table(folder))
+    with open(folder / LEDGER_NAME, "rb") as stream:
+        return EvaluatedRelease(folder, gate, ledger_figures(stream))
 
 
 def refuse_signed(folder: Path) -> None:
@@ -52,24 +74,14 @@ def refuse_signed(folder: Path) -> None:
         )
 
 
-def write_quality(folder: Path, quality: Quality) -> tuple[GateCheck, ...]:
-    """Write quality.json and report.html into the release; the checks of its gate, none without a gate.
-
-    The gate is not enforced here: what failed can be read in the report. OutputError for a signed release.
-    """
-    refuse_signed(folder)
-    gate = gate_of(folder)
-    checks = () if gate is None else check_gate(gate, quality)
-    figures = release_figures(folder)
-    for name, raw in ((QUALITY_NAME, render_quality(quality)), (REPORT_NAME, render_report(quality, figures, checks))):
-        write_atomically(folder / name, raw, folder / f".{name}.partial")
-    return checks
-
-
-def release_figures(folder: Path) -> LedgerFigures:
-    """`ledger_figures` of the release's ledger."""
-    with open(folder / LEDGER_NAME, "rb") as stream:
-        return ledger_figures(stream)
+def refuse_calibration_data(folder: Path, sha256: str) -> None:
+    """DataFileError if the release in `folder` was calibrated on the data file of digest `sha256` (hex)."""
+    calibration = release_table(folder).get("calibration")
+    if isinstance(calibration, dict) and calibration.get("data_sha256") == sha256:
+        raise DataFileError(
+            "is what the release was calibrated on: there it loses less than elsewhere",
+            remedy="evaluate on text that calibration never saw",
+        )
 
 
 def require_release_gate(folder: Path) -> tuple[GateCheck, ...]:
@@ -79,7 +91,7 @@ def require_release_gate(folder: Path) -> tuple[GateCheck, ...]:
     QualityGateError (exit code 5) when quality.json is missing or a limit does not hold, ContentError when it was
     measured on other weights, QualityFileError when it is malformed.
     """
-    gate = gate_of(folder) if (folder / RELEASE_NAME).is_file() else None
+    gate = _gate_of(release_table(folder)) if (folder / RELEASE_NAME).is_file() else None
     if gate is None:
         return ()
     if not (folder / QUALITY_NAME).is_file():
@@ -89,14 +101,21 @@ def require_release_gate(folder: Path) -> tuple[GateCheck, ...]:
             remedy="run memopt evaluate BASE RELEASE --data text.jsonl first",
         )
     quality = parse_quality(read_capped(folder / QUALITY_NAME, MAX_QUALITY_SIZE_BYTES, QualityFileError))
-    ledger = _release_table(folder).get("ledger")
-    if not isinstance(ledger, dict) or ledger.get("sha256") != quality.release.sha256:
+    if read_release_weights(folder).sha256 != quality.release.sha256:
         raise ContentError(
-            "was measured on other weights than this release's ledger names", file=QUALITY_NAME, remedy="evaluate again"
+            "was measured on other weights than this release's ledger lists", file=QUALITY_NAME, remedy="evaluate again"
         )
     return require_gate(gate, quality)
 
 
-def _release_table(folder: Path) -> dict[str, Any]:
-    raw = read_capped(folder / RELEASE_NAME, MAX_RELEASE_SIZE_BYTES, MalformedError)
-    return parse_json_object(raw, RELEASE_NAME, MalformedError)
+def _gate_of(release: dict[str, Any]) -> QualityGate | None:
+    """The gate of the recipe that release.json holds; None if it sets none. MalformedError for a broken one."""
+    recipe = release.get("recipe")
+    table = recipe.get("gate") if isinstance(recipe, dict) else None
+    if table is None:
+        return None
+    try:
+        return QualityGate.model_validate(table)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise MalformedError(f"recipe.gate: {first['msg']}", file=RELEASE_NAME, remedy="compress again") from None

@@ -33,11 +33,11 @@ def render_report(quality: Quality, ledger: LedgerFigures, gate: Sequence[GateCh
     sections = [
         f"<h1>Quality of {escape(quality.release.name)} against {escape(quality.base.name)}</h1>",
         _paragraph(
-            f"{quality.num_tokens:,} predicted tokens of {quality.data.num_documents:,} documents in "
+            f"{quality.num_tokens:,} predicted tokens of {quality.num_documents:,} documents in "
             f"{conditions.num_windows:,} windows of up to {conditions.window_tokens:,} tokens; activations "
             f"{conditions.compute}, KV cache {conditions.base_kv_cache} (base) and {conditions.kv_cache} (release). "
-            f"Intervals: {quality.confidence:.0%}, {quality.num_resamples:,} bootstrap resamples of whole "
-            f"{quality.resampled}s, seed {conditions.seed}."
+            f"Intervals: {quality.confidence:.0%}, {quality.num_resamples:,} bootstrap resamples of "
+            f"{quality.num_resampled_units:,} whole {quality.resampled}s, seed {conditions.seed}."
         ),
         _figures(quality),
         _gate(gate),
@@ -149,7 +149,7 @@ def _coverage(ledger: LedgerFigures) -> str:
     num_experts = sum(entry.num_experts for entry in ledger.coverage)
     fallbacks = sum(entry.num_fallbacks for entry in ledger.coverage)
     plot = line_plot(Axes("Tokens an expert saw", "layer", "tokens", is_log=True), series)
-    return plot + _paragraph(f"{fallbacks:,} of {num_experts:,} experts fell back to plain rounding.")
+    return plot + _paragraph(f"{fallbacks:,} of {num_experts:,} experts have a weight that ended with a lesser method than the recipe asks for.")
 
 
 def _tasks(quality: Quality) -> str:

@@ -6,7 +6,6 @@ Import it where it is needed only: it needs torch and the runtime's blocks.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,15 +14,18 @@ from typing import TYPE_CHECKING, Self
 
 from memopt.compressor.checkpoint.checkpoint import StoredTensor, open_checkpoint
 from memopt.compressor.checkpoint.reader import SourceReader
-from memopt.compressor.evaluate.quality import ModelIdentity
+from memopt.compressor.evaluate.quality import SOURCE_KIND, ModelIdentity
+from memopt.compressor.evaluate.release_weights import digest_of_tensors, is_release, read_release_weights
 from memopt.errors import ContentError, MissingTensorError
-from memopt.manifests.file_roles import LEDGER_NAME
-from memopt.manifests.release_description import RELEASE_NAME
 from memopt.manifests.safetensors_header import TensorHeader
 from memopt.manifests.tensor_memory import new_memory, tensor_at
 from memopt.runtime.kv.kv_scales import KvScales, kv_scales_of
 from memopt.runtime.model.config_file import parse_model_config
 from memopt.runtime.model.decoder_layer import DecoderLayer
+from memopt.runtime.model.mtp import MtpLayer
+from memopt.runtime.model.rope import RotaryTable
+from memopt.runtime.model.vocabulary import Embedding, Head
+from memopt.runtime.weights.layer_builder import build_mtp_layer
 from memopt.runtime.weights.layer_names import layer_names, top_level_names
 from memopt.runtime.weights.layer_tensors import LayerTensors
 from memopt.runtime.weights.load_model import build_layer
@@ -47,29 +49,37 @@ class StoredModel:
         self.folder = folder
         self._checkpoint = open_checkpoint(folder)
         self.config = parse_model_config(self._checkpoint.config.raw)
-        self._reader = SourceReader(self._checkpoint, folder)
+        self._weights = read_release_weights(folder) if is_release(folder) else None
         self._read: dict[str, str] = {}
-        self._ledger_sha256: str | None = None
-        self._output_sha256: dict[str, str] = {}
-        self.source_sha256: dict[str, str] = {}
-        if (folder / LEDGER_NAME).is_file() and (folder / RELEASE_NAME).is_file():
-            self._read_ledger()
+        self._reader = SourceReader(self._checkpoint, folder)
 
     @property
-    def is_release(self) -> bool:
-        """Whether memopt made it: it has a release.json and a ledger."""
-        return self._ledger_sha256 is not None
+    def source_sha256(self) -> Mapping[str, str]:
+        """Digests (hex) of a release's source tensors by name; none of a checkpoint."""
+        return {} if self._weights is None else self._weights.sources
 
     def layer(self, number: int, options: LoadOptions) -> DecoderLayer:
         """Decoder layer `number`, built; raises as `build_layer`, and what reading raises."""
+        tensors = self._layer_tensors(number, options)
+        layer = build_layer(self.config, number, tensors, options)
+        tensors.finish()
+        return layer
+
+    def mtp_layer(self, number: int, options: LoadOptions, embedding: Embedding, head: Head) -> MtpLayer:
+        """MTP layer `number`, built; `embedding` and `head` of the decoder. Raises as `layer`."""
+        tensors = self._layer_tensors(number, options)
+        rotary = RotaryTable(self.config.rope, options.device)
+        layer = build_mtp_layer(self.config, number, tensors, options, embedding, head, rotary)
+        tensors.finish()
+        return layer
+
+    def _layer_tensors(self, number: int, options: LoadOptions) -> LayerTensors:
         prefix = f"{self.config.name_prefix}model.layers.{number}."
         tensors = LayerTensors(prefix, layer_names(self.config, number, options))
         for name, tensor in self._tensors(prefix):
             tensors.add(name.removeprefix(prefix), tensor)
         _require(tensors)
-        layer = build_layer(self.config, number, tensors, options)
-        tensors.finish()
-        return layer
+        return tensors
 
     def top_level(self) -> LayerTensors:
         """Embedding, final norm and head as stored; the caller takes them."""
@@ -90,17 +100,19 @@ class StoredModel:
         )
 
     def identity(self, sources: Mapping[str, str] | None = None) -> ModelIdentity:
-        """What was read so far: a release by its ledger's digest, a checkpoint by a digest over its tensors' ones.
+        """A release by all its tensors, a checkpoint by those that were read so far.
 
-        `sources`: the digests of a release's source tensors by name; kind "source" if all that was read equals them.
+        `sources`: the digests of a release's source tensors by name; SOURCE_KIND if all that was read equals them. A
+        release may be another one's source.
         """
         self._reader.require_unchanged()
-        name = self.folder.resolve().name
-        if self._ledger_sha256 is not None:
-            return ModelIdentity("release", name, self._ledger_sha256)
-        lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(self._read.items()))
+        # A folder's name may hold bytes that are no text.
+        name = self.folder.resolve().name.encode(errors="replace").decode()
         is_source = bool(sources) and all((sources or {}).get(name) == digest for name, digest in self._read.items())
-        return ModelIdentity("source" if is_source else "checkpoint", name, hashlib.sha256(lines.encode()).hexdigest())
+        kind = SOURCE_KIND if is_source else "checkpoint" if self._weights is None else "release"
+        return ModelIdentity(
+            kind, name, digest_of_tensors(self._read) if self._weights is None else self._weights.sha256
+        )
 
     def _tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Tensors whose names start with `prefix`, in file order."""
@@ -114,7 +126,7 @@ class StoredModel:
         memory = new_memory(stored.size_bytes)
         self._reader.read_into(stored, 0, memory)
         digest = hashlib.sha256(memory).hexdigest()
-        expected = self._output_sha256.get(stored.name) if self.is_release else digest
+        expected = digest if self._weights is None else self._weights.outputs.get(stored.name)
         if digest != expected:
             raise ContentError(
                 "its bytes are not those of the ledger" if expected else "the ledger does not list it",
@@ -124,20 +136,6 @@ class StoredModel:
             )
         self._read[stored.name] = digest
         return tensor_at(memory, 0, TensorHeader(stored.name, stored.dtype, stored.shape, 0, stored.size_bytes))
-
-    def _read_ledger(self) -> None:
-        """Digests of stored and of source tensors, a line at a time; ContentError if release.json names another."""
-        digest = hashlib.sha256()
-        with open(self.folder / LEDGER_NAME, "rb") as stream:
-            for line in stream:
-                digest.update(line)
-                row = json.loads(line)
-                self._output_sha256 |= {output["name"]: output["sha256"] for output in row["outputs"]}
-                self.source_sha256 |= {part["name"]: part["sha256"] for part in row["sources"] if part["sha256"]}
-        self._ledger_sha256 = digest.hexdigest()
-        named = json.loads((self.folder / RELEASE_NAME).read_bytes())["ledger"]["sha256"]
-        if named != self._ledger_sha256:
-            raise ContentError("is not the ledger that release.json names", file=LEDGER_NAME, remedy="compress again")
 
     def close(self) -> None:
         """Close its files."""

@@ -6,6 +6,7 @@ together (runtime, "row-invariant"), so the result does not depend on `batch_tok
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from memopt.compressor.evaluate.stored_model import StoredModel
 from memopt.compressor.evaluate.token_windows import Window
 from memopt.compressor.evaluate.window_rows import batches, step_rows
+from memopt.errors import DiskFullError
 from memopt.kernels.kv_formats import KvFormatName, kv_format
 from memopt.runtime.kv.kv_pools import new_kv_pools
 from memopt.runtime.model.model_config import GqaConfig
@@ -73,7 +75,8 @@ class FinalStates:
 
 
 def final_states(model: StoredModel, windows: Sequence[Window], options: StreamOptions) -> FinalStates:
-    """Run `model` on every window, layer by layer; raises what reading and building layers raise.
+    """Run `model` on every window, layer by layer; raises what reading and building layers raise, DiskFullError for the
+    scratch folder.
 
     Memory: one layer, the hidden states [tokens, H], KV pools of one batch, and the embedding and head at its ends.
     """
@@ -129,5 +132,16 @@ def _storage(num_rows: int, size: int, dtype: torch.dtype, scratch: Path | None,
 
     if scratch is None:
         return torch.empty(num_rows, size, dtype=dtype)
-    count = num_rows * size
-    return torch.from_file(str(scratch / f"{name}.hidden"), shared=True, size=count, dtype=dtype).view(num_rows, size)
+    count, path = num_rows * size, scratch / f"{name}.hidden"
+    num_bytes = count * dtype.itemsize
+    # A file with holes would kill the process (SIGBUS) where the disk is full.
+    try:
+        with open(path, "wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, num_bytes)
+    except OSError as problem:
+        raise DiskFullError(
+            f"no room for {num_bytes:,} bytes of hidden states: {problem.strerror}",
+            file=str(path),
+            remedy="name another scratch folder, or use fewer windows",
+        ) from None
+    return torch.from_file(str(path), shared=True, size=count, dtype=dtype).view(num_rows, size)

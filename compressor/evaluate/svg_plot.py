@@ -14,6 +14,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 NUM_TICKS = 5
 # What a zero is drawn as on a logarithmic height, relative to the smallest value above it.
 ZERO_FACTOR = 0.5
+# Beyond these, a logarithmic height draws zero and the largest value: powers of ten must not overflow.
+SMALLEST, LARGEST = 1e-98, 1e98
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class _Scale:
 
     def place(self, value: float) -> float:
         if self.is_log:
-            value = math.log10(max(value, 10**self.low))
+            value = min(max(math.log10(max(value, SMALLEST)), self.low), self.high)
         share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
@@ -104,10 +106,10 @@ def _linear(low: float, high: float, start: float, end: float) -> _Scale:
 
 
 def _logarithmic(values: Sequence[float]) -> _Scale:
-    above = [value for value in values if value > 0]
+    above = [min(value, LARGEST) for value in values if value > SMALLEST]
     if not above:
         return _linear(0.0, 1.0, HEIGHT - BOTTOM, TOP)
-    smallest = min(above) * (ZERO_FACTOR if min(values) <= 0 else 1.0)
+    smallest = min(above) * (ZERO_FACTOR if min(values) <= SMALLEST else 1.0)
     low, high = math.log10(smallest), math.log10(max(above))
     if high - low < 1.0:
         low, high = low - 0.5, high + 0.5

@@ -6,7 +6,6 @@ lm-eval is an extra, run as its own process: `lm_eval run --model local-completi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,12 +55,12 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def compare_tasks(base: Mapping[str, Any], release: Mapping[str, Any]) -> tuple[TaskScore, ...]:
-    """Scores of all tasks in both results files, by name.
+    """Scores of all tasks in both results files, by name; a group's row without figures of its own is passed over.
 
     DataFileError for tasks that only one has, for another number of samples, or for a task without a metric known here:
     what cannot be compared must not pass a gate by being absent.
     """
-    names = {name: set(table["results"]) for name, table in (("base", base), ("release", release))}
+    names = {name: set(table["results"]) - _plain_groups(table) for name, table in (("base", base), ("release", release))}
     odd = sorted(names["base"] ^ names["release"])
     if odd:
         raise DataFileError(f"task {odd[0]} was run on one model only", remedy="run the same tasks on both")
@@ -72,7 +71,7 @@ def compare_tasks(base: Mapping[str, Any], release: Mapping[str, Any]) -> tuple[
             raise DataFileError(
                 f"task {task}: {of_base.metric} of {of_base.num_samples} samples, and {of_release.metric} of "
                 f"{of_release.num_samples}",
-                remedy="run both with the same --limit",
+                remedy="run both on the same samples (--task-limit)",
             )
         scores.append(
             TaskScore(
@@ -88,6 +87,15 @@ def compare_tasks(base: Mapping[str, Any], release: Mapping[str, Any]) -> tuple[
     return tuple(scores)
 
 
+def _plain_groups(table: Mapping[str, Any]) -> set[str]:
+    """Groups of tasks that lm-eval aggregates nothing for: their rows hold names alone."""
+    groups, results = table.get("group_subtasks"), table["results"]
+    if not isinstance(groups, dict):
+        return set()
+    rows = {name: results[name] for name in groups if groups[name] and isinstance(results.get(name), dict)}
+    return {name for name, row in rows.items() if not any("," in key for key in row)}
+
+
 def _score(task: str, table: Mapping[str, Any]) -> _Score:
     """The preferred metric of a task in points."""
     row = table["results"][task]
@@ -100,8 +108,8 @@ def _score(task: str, table: Mapping[str, Any]) -> _Score:
         # A task may have the metric under several filters: the first by name, in both files alike.
         for key in sorted(key for key in keys if key.split(",")[0] == metric):
             value, error = row[key], row.get(f"{metric}_stderr,{key.split(',', 1)[1]}")
-            if isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1:
-                known_error = float(error) if isinstance(error, int | float) and math.isfinite(error) else 0.0
+            if type(value) in (int, float) and 0 <= value <= 1:
+                known_error = float(error) if type(error) in (int, float) and 0 <= error <= 1 else 0.0
                 return _Score(key, POINTS * value, POINTS * known_error, _num_samples(task, table))
     raise DataFileError(
         f"task {task} has none of {', '.join(PREFERRED_METRICS)} from 0 to 1", remedy="choose tasks with such a metric"
@@ -113,4 +121,4 @@ def _num_samples(task: str, table: Mapping[str, Any]) -> int:
     counts = table.get("n-samples")
     entry = counts.get(task) if isinstance(counts, dict) else None
     effective = entry.get("effective") if isinstance(entry, dict) else None
-    return effective if isinstance(effective, int) and effective >= 0 else 0
+    return effective if type(effective) is int and effective >= 0 else 0

@@ -144,15 +144,17 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def choose_backend(device: Device) -> QuantizeBackend:
+def choose_backend(device: Device, gpu: int | None = None) -> QuantizeBackend:
     """The backend for `device`; "auto" takes CUDA where it is there. UsageError if CUDA is asked for and absent.
+
+    `gpu`: which one, for a rank of several; None: the process's current one.
 
     The speed of CUDA was never measured (docs/benchmarks.md): "cpu" may be faster on a host with many cores.
     """
     if device == "cpu":
         return CpuBackend()
     if _has_cuda():
-        return TorchBackend("cuda")
+        return TorchBackend("cuda" if gpu is None else f"cuda:{gpu}")
     if device == "cuda":
         raise UsageError("there is no CUDA device", remedy="use --device cpu")
     return CpuBackend()

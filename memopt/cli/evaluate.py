@@ -75,15 +75,14 @@ def evaluate_command(
     5 if its recipe's gate does not hold: such a release is not signed.
     """
     with refusals("evaluate", as_json=as_json):
-        from memopt.compressor.evaluate.evaluate_release import EvaluateOptions, evaluate_release
-        from memopt.compressor.evaluate.gate import check_gate, require_gate
-        from memopt.compressor.evaluate.release_gate import gate_of, refuse_signed, write_quality
+        from memopt.compressor.evaluate.evaluate_release import EvaluateOptions, check_evaluation, evaluate_release
+        from memopt.compressor.evaluate.release_gate import read_evaluated_release, refuse_signed
 
-        folder = Path(release)
+        # What can be refused is refused now, not after hours of work.
+        score_tasks = _task_scores(Path(base), seed, **task_options)
+        evaluated = read_evaluated_release(Path(release))
         if not no_write:
-            # Said now, not after hours of work.
-            refuse_signed(folder)
-        tasks = _task_scores(Path(base), seed, **task_options)
+            refuse_signed(evaluated.folder)
         where = _device(device)
         options = EvaluateOptions(
             window_tokens=window_tokens,
@@ -93,21 +92,27 @@ def evaluate_command(
             kv_cache=kv_cache,
             base_kv_cache=base_kv_cache,
             device=where,
-            scratch=None if scratch is None else Path(scratch),
+            scratch=_scratch(scratch),
         )
+        check_evaluation(Path(base), evaluated.folder, Path(data), options)
         quality = evaluate_release(
-            Path(base), folder, Path(data), options, tasks=tasks, on_progress=_progress(quiet=as_json)
+            Path(base), evaluated.folder, Path(data), options, tasks=score_tasks(), on_progress=_progress(quiet=as_json)
         )
-        gate = gate_of(folder)
-        checks = () if gate is None else check_gate(gate, quality)
+        checks = evaluated.checks(quality)
         if not no_write:
-            write_quality(folder, quality)
+            evaluated.write(quality)
         if not as_json:
             _print(quality, checks)
-        if gate is not None:
-            require_gate(gate, quality)
+        evaluated.require(quality)
         if as_json:
             print_verdict("evaluate", _fields(quality, checks))
+
+
+def _scratch(folder: str | None) -> Path | None:
+    """The folder for hidden states; UsageError if it is none."""
+    if folder is not None and not Path(folder).is_dir():
+        raise UsageError(f"--scratch {folder}: there is no such folder", remedy="make it, or name another one")
+    return None if folder is None else Path(folder)
 
 
 def _task_scores(
@@ -122,26 +127,36 @@ def _task_scores(
     base_model: str,
     release_model: str,
     task_limit: int | None,
-) -> tuple[TaskScore, ...]:
-    """Scores from two results files, or from running `tasks` on two servers; none if neither is asked for."""
-    from memopt.compressor.evaluate.lm_eval_run import Endpoint, run_tasks
+) -> Callable[[], tuple[TaskScore, ...]]:
+    """What gives the scores: of two results files, or by running `tasks` on two servers; none if neither is asked for.
+
+    UsageError and UnsupportedError for a call that cannot work, DataFileError for the files, before anything runs.
+    """
+    from memopt.compressor.evaluate.lm_eval_run import Endpoint, check_tasks, run_tasks
     from memopt.compressor.evaluate.task_scores import compare_tasks, read_results
 
     if (base_results is None) != (release_results is None):
         raise UsageError("results of one model alone", remedy="give --base-results and --release-results")
     if tasks and (base_url is None or release_url is None):
         raise UsageError("--task without two servers", remedy="give --base-url and --release-url")
+    if not tasks and (base_url, release_url, task_limit) != (None, None, None):
+        raise UsageError("servers, or a limit, and no task to run", remedy="give --task")
     if base_results is not None and release_results is not None:
         if tasks:
             raise UsageError("--task and results files at once", remedy="give one of them")
-        return compare_tasks(read_results(Path(base_results)), read_results(Path(release_results)))
-    if base_url is None or release_url is None or not tasks:
-        return ()
-    of_base, of_release = (
-        run_tasks(Endpoint(url, model, tokenizer), tasks, limit=task_limit, seed=seed)
-        for url, model in ((base_url, base_model), (release_url, release_model))
-    )
-    return compare_tasks(of_base, of_release)
+        scores = compare_tasks(read_results(Path(base_results)), read_results(Path(release_results)))
+        return lambda: scores
+    if base_url is None or release_url is None:
+        return lambda: ()
+    endpoints = [Endpoint(base_url, base_model, tokenizer), Endpoint(release_url, release_model, tokenizer)]
+    for endpoint in endpoints:
+        check_tasks(endpoint, tasks)
+
+    def run() -> tuple[TaskScore, ...]:
+        of_base, of_release = (run_tasks(endpoint, tasks, limit=task_limit, seed=seed) for endpoint in endpoints)
+        return compare_tasks(of_base, of_release)
+
+    return run
 
 
 def _device(choice: str) -> str:
@@ -177,14 +192,14 @@ def _print(quality: Quality, checks: tuple[GateCheck, ...]) -> None:
         ("perplexity, release", quality.release_perplexity, ".3f"),
         ("perplexity ratio", quality.perplexity_ratio, ".4f"),
     )
-    click.echo(f"{quality.num_tokens:,} tokens of {quality.data.num_documents:,} documents")
+    click.echo(f"{quality.num_tokens:,} tokens of {quality.num_documents:,} documents")
     for name, interval, form in rows:
         click.echo(f"{name:<22}{_interval_text(interval, form)}")
     for score in quality.tasks:
         click.echo(f"{score.task:<22}{score.base:.2f} to {score.release:.2f} points ({score.drop:+.2f} lost)")
     for check in checks:
         click.echo(f"gate {'holds' if check.holds else 'FAILS'}: {check.describe()}")
-    if quality.base.kind == "checkpoint":
+    if quality.base.kind != "source":
         click.echo("note: BASE is not the checkpoint that RELEASE was made from", err=True)
     sys.stdout.flush()
 
@@ -198,6 +213,7 @@ def _fields(quality: Quality, checks: tuple[GateCheck, ...]) -> dict[str, Any]:
     names = ("kl", "top1", "base_perplexity", "release_perplexity", "perplexity_ratio")
     return {
         "num_tokens": quality.num_tokens,
+        "num_documents": quality.num_documents,
         **{name: asdict(getattr(quality, name)) for name in names},
         "base": asdict(quality.base),
         "release": asdict(quality.release),

@@ -14,7 +14,7 @@ import click
 from memopt.cli.output import duration_text, print_verdict, size_text
 from memopt.compressor.ledger import LARGEST_FIGURE, ErrorSummary
 from memopt.compressor.pipeline import RunResult
-from memopt.compressor.progress import CHECK_STAGE, Progress
+from memopt.compressor.progress import WRITE_STAGE, Progress
 
 PLAIN_INTERVAL_SECONDS = 10.0
 
@@ -65,9 +65,9 @@ class PlainProgress:
         if now - self._last < PLAIN_INTERVAL_SECONDS and not is_last:
             return
         self._last = now
-        checked = "check " if progress.stage == CHECK_STAGE else ""
+        stage = "" if progress.stage == WRITE_STAGE else f"{progress.stage} "
         _say(
-            f"{checked}{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}, {_pace_of(progress)},"
+            f"{stage}{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}, {_pace_of(progress)},"
             f" file {progress.num_done_units} of {progress.num_units} done: {progress.current_unit}"
         )
 
@@ -94,7 +94,7 @@ class BarProgress:
             self._task,
             total=progress.total_bytes,
             completed=progress.done_bytes,
-            description=f"{'check ' if progress.stage == CHECK_STAGE else ''}"
+            description=f"{'' if progress.stage == WRITE_STAGE else f'{progress.stage} '}"
             f"{progress.num_done_units}/{progress.num_units} {progress.current_unit}",
             pace=_pace_of(progress),
         )

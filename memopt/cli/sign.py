@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -30,14 +29,12 @@ def sign_command(folder: str, jobs: int | None, as_json: bool, **signing: Any) -
     """
     with refusals("sign", as_json=as_json):
         from memopt.cli.hash_progress import HashProgress
-        from memopt.compressor.evaluate.release_gate import require_release_gate
-        from memopt.manifests.sign import sign_release
+        from memopt.compressor.evaluate.gated_signing import sign_release
 
         arguments = SigningArguments(**signing)
         signers = load_signers(arguments)
         if not signers:
             raise UsageError("nobody signs", remedy="give --key, or --sign-cmd and --public-key")
-        require_release_gate(Path(folder))
         result = sign_release(folder, signers, build_sign_options(arguments, jobs), HashProgress())
         if as_json:
             print_verdict("sign", asdict(result) | {"key_hints": [signer.public_key.hint for signer in signers]})

@@ -7,6 +7,8 @@ from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.admission import EngineLimits
 
 DEFAULT_CACHE_GIB = 1.0
+# More than any machine has.
+MAX_CACHE_GIB = 1 << 20
 _GIB = 1 << 30
 # One that is nobody's (kv/layer_kv.py, DUMMY_PAGE), and one to use.
 MIN_PAGES = 2
@@ -26,8 +28,8 @@ def choose_num_pages(
         if num_pages < MIN_PAGES:
             raise UsageError(f"num_pages is {num_pages}, but one is kept back and at least one more is needed")
         return num_pages
-    if kv_cache_gib is not None and not 0 < kv_cache_gib < float("inf"):
-        raise UsageError(f"kv_cache_gib is {kv_cache_gib}", remedy="use a number above 0")
+    if kv_cache_gib is not None and not 0 < kv_cache_gib <= MAX_CACHE_GIB:
+        raise UsageError(f"kv_cache_gib is {kv_cache_gib:g}", remedy=f"use more than 0 and at most {MAX_CACHE_GIB:,}")
     gib = DEFAULT_CACHE_GIB if kv_cache_gib is None else kv_cache_gib
     page_bytes = token_bytes * PAGE_TOKENS
     chosen = int(gib * _GIB) // page_bytes

@@ -140,18 +140,21 @@ class EngineCore:
         started_seconds = time.monotonic()
         plan = self.scheduler.schedule()
         self._recorder.record_preemptions(len(plan.preempted))
-        events = [self._finish(request, "capacity") for request in plan.lost]
+        results: Sequence[RequestResult] = ()
         if plan.scheduled:
             self.num_steps += 1
             self.pages.launch(self.num_steps)
-            num_used_pages = self.pages.manager.num_used
             self._record_starts(plan, started_seconds)
-            results = self._runner.run(plan)
-            self.pages.retire(self.num_steps)
+            try:
+                results = self._runner.run(plan)
+            finally:
+                # A step that failed is over too: what it queued on the device stands before all that comes.
+                self.pages.retire(self.num_steps)
+        events = [self._finish(request, "capacity") for request in plan.lost]
+        if plan.scheduled:
             events += self._apply(plan, results)
             num_prompt_rows = sum(item.num_prefill_rows for item in plan.scheduled)
-            seconds = time.monotonic() - started_seconds
-            self._recorder.record_step(seconds, num_prompt_rows, num_used_pages)
+            self._recorder.record_step(time.monotonic() - started_seconds, num_prompt_rows)
         return events
 
     def abort(self, request_id: int) -> TokenEvent | None:
@@ -168,16 +171,17 @@ class EngineCore:
 
     def metrics(self) -> EngineMetrics:
         """What was counted since the core was made, and what it holds now."""
-        manager, scheduler = self.pages.manager, self.scheduler
+        manager, counts, scheduler = self.pages.manager, self.pages.counts, self.scheduler
         return self._recorder.metrics(
             num_pages=manager.num_pages,
             num_used_pages=manager.num_used,
+            peak_used_pages=manager.peak_used,
             num_quarantined_pages=manager.num_quarantined,
             num_tokens=sum(request.num_computed for request in scheduler.running),
             size_bytes=self._size_bytes,
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
-            integrity=IntegrityMetrics(self.pages.counts.num_checks, self.pages.counts.num_mismatches),
+            integrity=IntegrityMetrics(counts.num_checks, counts.num_mismatches, counts.num_lost_pages),
             reuse=self.pages.reuse,
         )
 
@@ -262,8 +266,10 @@ class EngineCore:
     ) -> TokenEvent:
         if request.text is not None and not is_text_complete:
             text += request.text.flush()
-        request.finish_reason = reason
         self.scheduler.remove(request, is_suspect=reason in ("page_mismatch", "nonfinite"))
+        if request.is_doubtful and reason in ("stop", "length"):
+            reason = "page_mismatch"
+        request.finish_reason = reason
         del self._requests[request.request_id]
         self._recorder.record_end(reason)
         return TokenEvent(request.request_id, token, text, reason)

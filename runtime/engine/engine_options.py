@@ -15,6 +15,7 @@ DtypeChoice = Literal["auto", "bfloat16", "float32"]
 WEIGHT_CHOICES = ("released", "bf16")
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 INTEGRITY_CHOICES = ("noop", "tagged")
+DEVICE_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ class EngineOptions:
         ):
             if value not in choices:
                 raise UsageError(f"{name} is {value!r}", remedy=f"use one of {', '.join(choices)}")
-        if self.kv_format.is_reference and torch.device(self.device).type != "cpu":
+        if _device_type(self.device) == "cuda" and not torch.cuda.is_available():
+            raise UsageError(f"device is {self.device!r}, but there is no GPU that torch can use", remedy="use cpu")
+        if self.kv_format.is_reference and _device_type(self.device) != "cpu":
             raise UsageError("the fp32 KV cache is for the CPU", remedy="use bf16, fp8_e4m3 or fp8_ds_mla")
 
     @property
@@ -55,3 +58,13 @@ class EngineOptions:
     def compute(self) -> ComputeType:
         """The type of activations; "auto" is bfloat16, in which weights are stored."""
         return "float32" if self.dtype == "float32" else "bfloat16"
+
+
+def _device_type(device: str) -> str:
+    try:
+        found = torch.device(device).type
+    except RuntimeError:
+        found = ""
+    if found not in DEVICE_TYPES:
+        raise UsageError(f"device is {device!r}", remedy=f"use one of {', '.join(DEVICE_TYPES)}")
+    return found

@@ -12,9 +12,9 @@ from memopt.runtime.engine.latency_histogram import LatencySummary
 
 @dataclass(frozen=True, slots=True)
 class CapacityMetrics:
-    """The KV cache now: `num_pages` that exist, those that are in use, and of quarantined ones that never are again.
+    """The KV cache now: `num_pages` that exist; `num_used_pages` that somebody holds and that are not quarantined.
 
-    `peak_used_pages`: the most in any step. `num_tokens`: tokens whose keys running requests have stored.
+    `peak_used_pages`: the most that were ever used. `num_tokens`: tokens whose keys running requests have stored.
     """
 
     num_pages: int
@@ -55,10 +55,14 @@ class PerformanceMetrics:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityMetrics:
-    """`num_checks`: steps whose pages were compared; `num_mismatches`: requests that did not pass, and were aborted."""
+    """`num_checks`: steps whose pages were compared; `num_mismatches`: requests that did not pass, and were aborted.
+
+    `num_lost_pages`: pages that were freed behind their holder's back, found when it gave them back; quarantined.
+    """
 
     num_checks: int
     num_mismatches: int
+    num_lost_pages: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ class MetricsRecorder:
         self._num_generated_tokens = 0
         self._num_submitted = 0
         self._num_preemptions = 0
-        self._peak_used_pages = 0
         self._num_finished: dict[FinishReason, int] = {}
         self._time_to_first_token = LatencyHistogram()
         self._time_per_token = LatencyHistogram()
@@ -53,12 +52,11 @@ class MetricsRecorder:
         """So many running requests lost their pages to older ones, and wait again."""
         self._num_preemptions += count
 
-    def record_step(self, seconds: float, num_prompt_rows: int, num_used_pages: int) -> None:
-        """A step ended. `num_prompt_rows`: tokens of prompts that it computed; `num_used_pages`: while it ran."""
+    def record_step(self, seconds: float, num_prompt_rows: int) -> None:
+        """A step ended. `num_prompt_rows`: tokens of prompts that it computed."""
         self._num_steps += 1
         self._busy_seconds += seconds
         self._num_prompt_tokens += num_prompt_rows
-        self._peak_used_pages = max(self._peak_used_pages, num_used_pages)
 
     def record_drafts(self, num_drafted: int, num_accepted: int) -> None:
         """Guesses of a step were verified."""
@@ -70,6 +68,7 @@ class MetricsRecorder:
         *,
         num_pages: int,
         num_used_pages: int,
+        peak_used_pages: int,
         num_quarantined_pages: int,
         num_tokens: int,
         size_bytes: int,
@@ -80,14 +79,7 @@ class MetricsRecorder:
     ) -> EngineMetrics:
         """All that was counted, with what only the engine knows of this moment (fields of EngineMetrics)."""
         return EngineMetrics(
-            CapacityMetrics(
-                num_pages,
-                num_used_pages,
-                max(self._peak_used_pages, num_used_pages),
-                num_quarantined_pages,
-                num_tokens,
-                size_bytes,
-            ),
+            CapacityMetrics(num_pages, num_used_pages, peak_used_pages, num_quarantined_pages, num_tokens, size_bytes),
             PerformanceMetrics(
                 self._num_steps,
                 self._busy_seconds,

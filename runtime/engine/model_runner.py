@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from memopt.errors import PageError
 from memopt.runtime.engine.sampler import Pick, choose_tokens, finite_rows
 from memopt.runtime.engine.step_builder import BuiltStep, build_step
 from memopt.runtime.engine.step_plan import StepPlan
@@ -78,7 +79,8 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> tuple[RequestResult, ...]:
         """Compute the plan's rows and sample where a request's known tokens end: one result for each of its requests.
 
-        The host waits once, at the end.
+        The host waits once, at the end. Raises PageError when a key's slot was not in the pools, which a store on a GPU
+        notes and passes over; on the CPU the store itself refuses it.
         """
         has_drafter = self._drafter is not None
         built = build_step(plan, self._tables, self._tracker, self._communicator, needs_next_tokens=has_drafter)
@@ -90,8 +92,17 @@ class ModelRunner:
             parts.append(self._draft(self._drafter, built, hidden, tokens, built.next_tokens))
         if built.check is not None:
             parts += [built.check.flags.to(torch.int64), built.check.first_mismatch.to(torch.int64)]
+        bad_slot = self._pools.bad_slot
+        if bad_slot is not None:
+            parts.append(bad_slot.to(torch.int64))
         # The one place where the host waits for the device.
         numbers = torch.cat(parts).tolist()
+        if bad_slot is not None and numbers.pop():
+            bad_slot.zero_()
+            raise PageError(
+                f"a step stored keys past the {self._pools.num_pages} pages of the KV cache, where they are lost",
+                remedy="this is a fault of memopt: report it, with the step's requests",
+            )
         return _split(plan, numbers, len(picks), has_drafts=has_drafter, is_checked=built.check is not None)
 
     def _sample(self, built: BuiltStep, hidden: Tensor, picks: list[Pick]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
-from memopt.errors import UsageError
+from memopt.errors import CapacityError, UsageError
 from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.admission import EngineLimits
 from memopt.runtime.engine.cache_size import choose_num_pages
@@ -44,16 +44,23 @@ def new_core(
     num_kv_heads_here = max(num_kv_heads // communicator.num_ranks, 1)
     token_bytes = kv_token_bytes(config, options.kv_format, num_layers=num_layers, num_kv_heads_here=num_kv_heads_here)
     num_pages = choose_num_pages(token_bytes, limits, num_pages=options.num_pages, kv_cache_gib=options.kv_cache_gib)
-    pools = new_kv_pools(
-        config,
-        options.kv_format,
-        num_pages,
-        num_layers=num_layers,
-        num_kv_heads_here=num_kv_heads_here,
-        scales=model.scales,
-        device=options.device,
-        rank=communicator.rank,
-    )
+    try:
+        pools = new_kv_pools(
+            config,
+            options.kv_format,
+            num_pages,
+            num_layers=num_layers,
+            num_kv_heads_here=num_kv_heads_here,
+            scales=model.scales,
+            device=options.device,
+            rank=communicator.rank,
+        )
+    except (RuntimeError, MemoryError) as problem:
+        # Whatever torch's allocators raise: it has no class of its own on the CPU.
+        raise CapacityError(
+            f"{num_pages:,} pages of {token_bytes * PAGE_TOKENS:,} bytes do not fit into memory: {problem}",
+            remedy="lower num_pages or kv_cache_gib",
+        ) from problem
     if place is None:
         tracker = choose_tracker(options.integrity, num_pages, options.device)
     else:

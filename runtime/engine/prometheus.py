@@ -42,8 +42,8 @@ def prometheus_text(metrics: EngineMetrics, labels: Mapping[str, str] | None = N
 def _families(metrics: EngineMetrics) -> Iterable[_Family]:
     capacity, performance = metrics.capacity, metrics.performance
     yield _gauge("kv_pages", "Pages of the KV cache.", capacity.num_pages)
-    yield _gauge("kv_pages_used", "Pages that are held or fenced.", capacity.num_used_pages)
-    yield _gauge("kv_pages_used_peak", "Most pages used in a step.", capacity.peak_used_pages)
+    yield _gauge("kv_pages_used", "Pages that somebody holds.", capacity.num_used_pages)
+    yield _gauge("kv_pages_used_peak", "Most pages that were ever used.", capacity.peak_used_pages)
     yield _gauge("kv_pages_quarantined", "Pages never used again after a mismatch.", capacity.num_quarantined_pages)
     yield _gauge("kv_tokens", "Tokens that running requests have in the KV cache.", capacity.num_tokens)
     yield _gauge("kv_bytes", "Bytes of the KV cache.", capacity.size_bytes)
@@ -67,6 +67,7 @@ def _families(metrics: EngineMetrics) -> Iterable[_Family]:
     yield _counter(
         "integrity_mismatches", "Requests aborted for a page not their own.", metrics.integrity.num_mismatches
     )
+    yield _counter("integrity_lost_pages", "Pages freed behind their holder's back.", metrics.integrity.num_lost_pages)
     yield _counter("prefix_lookups", "Requests that looked in the prefix cache.", metrics.reuse.num_lookups)
     yield _counter("prefix_lookup_tokens", "Tokens of their prompts.", metrics.reuse.num_lookup_tokens)
     yield _counter("prefix_hit_tokens", "Tokens that were found.", metrics.reuse.num_hit_tokens)

@@ -25,7 +25,7 @@ class Request:
 
     `tokens`: prompt, then what was generated. `num_computed`: how many of them have their keys in `pages`. `drafts`:
     guesses of the tokens that follow, not yet verified. `holds_pages`: pages outlive the end of the request, until they
-    were handed over.
+    were handed over. `is_doubtful`: a page was lost while nobody compared tags, so its tokens may be wrong.
     """
 
     request_id: int
@@ -43,6 +43,7 @@ class Request:
     table_row: int | None = None
     num_reused_tokens: int = 0
     num_preemptions: int = 0
+    is_doubtful: bool = False
     submitted_seconds: float = 0.0
     has_started: bool = False
     last_token_seconds: float | None = None

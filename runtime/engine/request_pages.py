@@ -10,6 +10,8 @@ to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from memopt.kernels.kv_cache.page_tags_reference import NO_MISMATCH
@@ -17,7 +19,13 @@ from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.admission import EngineLimits, pages_for
 from memopt.runtime.engine.metrics import ReuseMetrics
 from memopt.runtime.engine.request import Request
-from memopt.runtime.integrity.mismatch import IntegrityCounts, PageMismatch, describe_mismatch, log_mismatch
+from memopt.runtime.integrity.mismatch import (
+    PREFIX_INDEX,
+    IntegrityCounts,
+    PageMismatch,
+    describe_mismatch,
+    log_mismatch,
+)
 from memopt.runtime.integrity.tracker import PageTracker
 from memopt.runtime.kv.block_tables import BlockTables
 from memopt.runtime.kv.held_page import HeldPage
@@ -63,12 +71,14 @@ class RequestPages:
         reused = []
         if self.prefix_index is not None and can_reuse:
             prompt = request.tokens[: request.num_prompt_tokens]
-            reused = self.prefix_index.match(prompt, request.tenant.encode())
+            reused = self.prefix_index.match(prompt, _salt(request))
+            self._drop_lost_entries(self.prefix_index)
         num_needed = pages_for(len(request.tokens)) - len(reused)
-        if not self._make_free(num_needed + num_spare):
+        new_pages = self.manager.allocate(num_needed) if self._make_free(num_needed + num_spare) else None
+        if new_pages is None:
             self.manager.release(reused, self._launched_step)
             return False
-        request.pages = reused + list(self.manager.allocate(num_needed) or ())
+        request.pages = [*reused, *new_pages]
         request.table_row = self.tables.add_row()
         self.tables.extend(request.table_row, request.pages)
         request.num_reused_tokens = request.num_computed = len(reused) * PAGE_TOKENS
@@ -84,17 +94,27 @@ class RequestPages:
         num_needed = pages_for(num_tokens) - len(request.pages)
         if num_needed <= 0:
             return True
-        if request.table_row is None or not self._make_free(num_needed):
+        new_pages = self.manager.allocate(num_needed) if self._make_free(num_needed) else None
+        if request.table_row is None or new_pages is None:
             return False
-        new_pages = self.manager.allocate(num_needed) or ()
         request.pages += new_pages
         self.tables.extend(request.table_row, new_pages)
         return True
 
     def drop(self, request: Request) -> None:
-        """Give back every page, and the row. PageError if one is not the request's: somebody freed it before."""
+        """Give back every page, and the row.
+
+        A page that the request does not hold any more was freed behind its back: a fault, but this request's alone. The
+        page is quarantined, logged and counted, and the request's pages leave the index. If nobody compares tags, what
+        it read may have been another's: `request.is_doubtful` is then set.
+        """
         pages = self._forget(request)
-        self.manager.release(pages, self._launched_step)
+        lost = self.manager.release_own(pages, self._launched_step)
+        if lost:
+            self._forget_in_index(pages)
+            request.is_doubtful |= not self.tracker.is_checking
+        for place in lost:
+            self._report_lost(str(request.request_id), place, pages[place])
 
     def park(self, request: Request) -> None:
         """Give back the row of the tables, and keep the pages for a hand-over."""
@@ -103,9 +123,8 @@ class RequestPages:
     def drop_suspect(self, request: Request) -> None:
         """As `drop` after a fault: pages that are not the request's any more are left alone."""
         pages = self._forget(request)
-        if self.prefix_index is not None:
-            self.prefix_index.forget([held.page for held in pages], self._launched_step)
-        self.manager.release_suspect(pages, self._launched_step)
+        self._forget_in_index(pages)
+        self.manager.release_own(pages, self._launched_step)
 
     def remember_prompt(self, request: Request) -> None:
         """Keep the prompt's full pages for later requests; all of them were computed in steps that ended clean.
@@ -114,7 +133,7 @@ class RequestPages:
         """
         if self.prefix_index is not None:
             prompt = request.tokens[: request.num_prompt_tokens]
-            self.prefix_index.insert(prompt, request.pages, request.tenant.encode())
+            self.prefix_index.insert(prompt, request.pages, _salt(request))
 
     def report_mismatch(self, request: Request, first_mismatch: int, step: int) -> PageMismatch:
         """Log and count a request that the tag check flagged, and quarantine the page. Before its pages are dropped.
@@ -127,10 +146,7 @@ class RequestPages:
         log_mismatch(mismatch)
         self.counts.num_mismatches += 1
         if 0 <= first_mismatch < len(request.pages):
-            page = request.pages[first_mismatch].page
-            self.manager.quarantine(page)
-            if self.prefix_index is not None:
-                self.prefix_index.forget([page], self._launched_step)
+            self.manager.quarantine(request.pages[first_mismatch].page)
         return mismatch
 
     def launch(self, step: int) -> None:
@@ -155,6 +171,20 @@ class RequestPages:
         del self._holders[request.request_id]
         return pages
 
+    def _forget_in_index(self, pages: Sequence[HeldPage]) -> None:
+        if self.prefix_index is not None:
+            self.prefix_index.forget([held.page for held in pages], self._launched_step)
+
+    def _drop_lost_entries(self, index: PrefixIndex) -> None:
+        for held in index.take_lost(self._launched_step):
+            self._report_lost(PREFIX_INDEX, NO_MISMATCH, held)
+
+    def _report_lost(self, holder: str, place: int, held: HeldPage) -> None:
+        found = self.tracker.tag_of(held.page)
+        log_mismatch(PageMismatch(holder, place, held.page, held.tag, found, self._launched_step, "page_lost"))
+        self.counts.num_lost_pages += 1
+        self.manager.quarantine(held.page)
+
     def _drop_row(self, request: Request) -> None:
         if request.table_row is not None:
             self.tables.drop_row(request.table_row)
@@ -164,8 +194,14 @@ class RequestPages:
         """Whether so many pages are free, after the prefix index gave up what it need not keep."""
         num_lacking = num_pages - self.manager.num_free
         if num_lacking > 0 and self.prefix_index is not None:
-            num_lacking -= self.prefix_index.evict(num_lacking, self._launched_step)
-        return num_lacking <= 0
+            self.prefix_index.evict(num_lacking, self._launched_step)
+            self._drop_lost_entries(self.prefix_index)
+        return num_pages <= self.manager.num_free
+
+
+def _salt(request: Request) -> bytes:
+    """The tenant's name as bytes, one for one: also of names that are no valid Unicode."""
+    return request.tenant.encode("utf-8", "surrogatepass")
 
 
 def device_of(pools: KvPools) -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memopt.errors import ConfigError, SignatureError, UnsignedError, UnsupportedError
+from memopt.errors import ConfigError, SignatureError, UnsignedError, UnsupportedError, UsageError
 from memopt.manifests.keys import PublicKey
 from memopt.manifests.policy import TrustPolicy
 from memopt.manifests.release import Release, open_release
@@ -50,11 +50,13 @@ def load_verified(
 ) -> VerifiedModel:
     """Open, verify and load; of several ranks each its own files, and all of them or none.
 
-    Raises ContentError on every rank whose options are not the same but for the device, what `open_release` and `Release.iter_tensors` raise, on every rank when it concerns any; then what is wrong
-    with config.json, tokenizer or tensors. The release is closed again.
+    Raises UsageError on every rank unless all have the same options, devices aside; what `open_release` and
+    `Release.iter_tensors` raise, on every rank when it concerns any; then what is wrong with config.json, tokenizer or
+    tensors. The release is closed again.
     """
     # Ranks of different options would wait for each other's sums, or take one thing for another.
-    require_equal(communicator, "what the engine is asked to be", repr(replace(options, device="")).encode())
+    asked = repr(replace(options, device="cpu")).encode()
+    require_equal(communicator, "the set of options", asked, UsageError)
     model = all_ranks_or_none(communicator, lambda: _load(folder, policy, key, options, communicator))
     require_equal(communicator, "the release", model.root_digest.encode())
     return model

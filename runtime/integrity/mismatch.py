@@ -1,10 +1,11 @@
-"""What is known of a page that was not its request's any more, and the event that tells of it."""
+"""What is known of a page that was not its request's any more, and the events that tell of it."""
 
 from __future__ import annotations
 
 import json
 import logging
 from dataclasses import dataclass
+from typing import Literal
 
 from memopt.kernels.kv_cache.page_tags_reference import NO_MISMATCH
 from memopt.kernels.layout import NO_TAG
@@ -12,9 +13,12 @@ from memopt.runtime.integrity.tracker import PageTracker
 from memopt.runtime.kv.block_tables import BlockTables
 
 LOGGER = logging.getLogger("memopt.integrity")
-EVENT_NAME = "page_mismatch"
+# A check found the page, or the request did as it gave the page back.
+EventName = Literal["page_mismatch", "page_lost"]
 # The page of a mismatch that is not about one page: a row's count is off, or another rank found it.
 NO_PAGE = -1
+# Stands for a request: requests have numbers.
+PREFIX_INDEX = "prefix index"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class PageMismatch:
 
     `expected`: the tag on record for it; `found`: the one it has. `page_index` is NO_MISMATCH on a rank that found
     nothing itself and aborts because another did; `page` is NO_PAGE there, and where the row's page count was off.
+    With event "page_lost" it was about to give `page` back after step `step`, and did not hold it any more; equal tags
+    then say that nobody was given the page since. `request_id` is PREFIX_INDEX where the index held it.
     """
 
     request_id: str
@@ -31,12 +37,13 @@ class PageMismatch:
     expected: int
     found: int
     step: int
+    event: EventName = "page_mismatch"
 
     def to_json(self) -> str:
         """One line with fixed keys, in order; tags as hexadecimal text, since JSON readers round above 2**53."""
         return json.dumps(
             {
-                "event": EVENT_NAME,
+                "event": self.event,
                 "request_id": self.request_id,
                 "step": self.step,
                 "page_index": self.page_index,
@@ -49,10 +56,14 @@ class PageMismatch:
 
 @dataclass(slots=True)
 class IntegrityCounts:
-    """Counted since the engine began: steps that were checked, requests that did not pass."""
+    """Counted since the engine began: steps that were checked, requests that did not pass.
+
+    `num_lost_pages`: pages that a request gave back, or the prefix index looked up, and that were not theirs any more.
+    """
 
     num_checks: int = 0
     num_mismatches: int = 0
+    num_lost_pages: int = 0
 
 
 def describe_mismatch(

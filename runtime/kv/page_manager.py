@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from memopt.errors import PageError, UsageError
@@ -93,13 +93,18 @@ class PageManager:
     def allocate(self, count: int) -> tuple[HeldPage, ...] | None:
         """`count` pages with new tags, each with one holder; None, and nothing changed, if fewer are free.
 
-        PageError if a page stands among the free ones that is not free: it would get two owners.
+        PageError if a page stands among the free ones that is not free, or stands there twice: it would get two owners.
         """
         if count < 0:
             raise UsageError(f"{count} pages cannot be allocated")
         if count > len(self._free):
             return None
         pages = self._free[len(self._free) - count :][::-1]
+        if len(set(pages)) != count:
+            raise PageError(
+                f"one of the pages {pages} is listed as free twice",
+                remedy="somebody freed it twice; the engine must stop",
+            )
         for page in pages:
             if self._states[page] is not PageState.FREE:
                 raise PageError(
@@ -133,18 +138,18 @@ class PageManager:
             self._require_held(held, "freed")
             self._drop(held.page, step)
 
-    def release_suspect(self, pages: Iterable[HeldPage], step: int) -> int:
-        """As `release`, for a request whose pages were found wrong: those that it no longer holds are left alone.
+    def release_own(self, pages: Sequence[HeldPage], step: int) -> tuple[int, ...]:
+        """As `release`, but pages that the holder does not hold any more are left alone, and the others released.
 
-        Returns how many were left: another's page is not freed because a victim's list names it.
+        Returns the places in `pages` of those that were left: freed early, or somebody else's by now.
         """
-        num_left = 0
-        for held in pages:
+        lost = []
+        for place, held in enumerate(pages):
             if self.is_held(held):
                 self._drop(held.page, step)
             else:
-                num_left += 1
-        return num_left
+                lost.append(place)
+        return tuple(lost)
 
     def retire(self, finished_step: int) -> None:
         """Steps up to `finished_step` have finished: pages fenced by them are free."""

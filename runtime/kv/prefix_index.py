@@ -37,7 +37,7 @@ class _Node:
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """Counted since the index began. `num_lost_pages`: misses at a page that is somebody else's by now, a fault."""
+    """Counted since the index began. `num_lost_pages`: entries whose page was freed or given away, a fault."""
 
     num_lookups: int = 0
     num_looked_up_tokens: int = 0
@@ -70,6 +70,7 @@ class PrefixIndex:
         # Least lately used first, and a page's followers before the page.
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
         self._of_page: dict[int, _Node] = {}
+        self._lost: list[_Node] = []
         self.counts = PrefixCounts()
 
     @property
@@ -87,12 +88,12 @@ class PrefixIndex:
 
         At least one token is left over, because the last one's row is computed for its logits. What the caller does
         not use it releases; it never writes to one of these pages. A page that was given to somebody else behind the
-        index's back is a miss, and so is what follows it.
+        index's back is a miss, and so is what follows it (`take_lost`).
         """
         nodes: list[_Node] = []
         for node in self._walk(tokens, salt, max_pages=(len(tokens) - 1) // PAGE_TOKENS if tokens else 0):
             if not self._manager.can_share(node.held):
-                self.counts.num_lost_pages += 1
+                self._lost.append(node)
                 break
             self._manager.share(node.held)
             nodes.append(node)
@@ -138,20 +139,39 @@ class PrefixIndex:
         return len(path) - num_known
 
     def evict(self, num_pages: int, step: int) -> int:
-        """Gives up to `num_pages` pages back that only the index holds; returns how many. They are fenced by `step`."""
+        """Gives up to `num_pages` pages back that only the index holds; returns how many. They are fenced by `step`.
+
+        Entries whose page is somebody else's by now go too, and do not count (`take_lost`).
+        """
         num_evicted = 0
         # Each page is looked at once: those in use, and those before one in use, go to the end.
         for _ in range(len(self._nodes)):
             if num_evicted == num_pages:
                 break
             node = next(iter(self._nodes.values()))
-            if node.children or self._manager.num_holders(node.held.page) > 1:
+            is_lost = not self._manager.is_held(node.held)
+            if node.children or (not is_lost and self._manager.num_holders(node.held.page) > 1):
                 self._nodes.move_to_end(node.digest)
                 continue
             self._remove(node, step)
-            num_evicted += 1
+            if is_lost:
+                self._lost.append(node)
+            else:
+                num_evicted += 1
         self.counts.num_evicted_pages += num_evicted
         return num_evicted
+
+    def take_lost(self, step: int) -> tuple[HeldPage, ...]:
+        """The pages of entries that `match` or `evict` found freed, or somebody else's, since the last call.
+
+        The entries, and what follows them, are taken out.
+        """
+        lost, self._lost = self._lost, []
+        for node in lost:
+            if self._nodes.get(node.digest) is node:
+                self._remove_with_followers(node, step)
+        self.counts.num_lost_pages += len(lost)
+        return tuple(node.held for node in lost)
 
     def forget(self, pages: Iterable[int], step: int) -> int:
         """Takes out these pages, whatever follows them, whoever else holds them; returns how many were taken out.
@@ -202,7 +222,7 @@ class PrefixIndex:
         if node.parent is not None:
             node.parent.children.discard(node)
         # A page whose count was spoiled is not this index's to free.
-        self._manager.release_suspect((node.held,), step)
+        self._manager.release_own((node.held,), step)
 
 
 def _page_tokens(tokens: Sequence[int], index: int) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memopt.errors import ConfigError, UnsupportedError
+from memopt.kernels.attention.indexer_scores import MAX_HEADS
 from memopt.runtime.model.config_table import CONFIG_FILE, RopeTable, TextTable, parse_text_table
 from memopt.runtime.model.config_variants import refuse_quantization, refuse_variants
 from memopt.runtime.model.model_config import (
@@ -31,6 +32,9 @@ FAMILIES: dict[str, FamilyName] = {
 _TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 # Defaults of transformers' config classes where published files leave the field out.
 _GLM4_ROTARY_SHARE = 0.5
+# GLM's alone: DeepSeek's class assumes 8 groups of which 4, Kimi's files say 1, so that a missing field says nothing.
+_FAMILIES_WITHOUT_GROUPS = ("glm_moe_dsa", "glm4_moe")
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 # transformers GlmMoeDsaConfig.__post_init__.
 _SKIP_TOPK_OFFSET = 2
@@ -56,6 +60,8 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
             remedy="serve this model with vLLM or SGLang",
         )
     fields = _text_fields(config, family)
+    if family in _FAMILIES_WITHOUT_GROUPS:
+        fields = {**_ONE_GROUP, **{field: value for field, value in fields.items() if value is not None}}
     refuse_variants(fields, family, file=CONFIG_FILE)
     for place in (config, fields):
         refuse_quantization(place.get("quantization_config"), file=CONFIG_FILE)
@@ -79,8 +85,8 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
             experts_per_token=table.num_experts_per_tok,
             intermediate_size=table.moe_intermediate_size,
             num_shared_experts=table.n_shared_experts,
-            num_groups=table.n_group,
-            groups_per_token=table.topk_group,
+            num_groups=table.need("n_group"),
+            groups_per_token=table.need("topk_group"),
             is_renormalized=table.norm_topk_prob,
             routed_scaling_factor=table.routed_scaling_factor,
         ),
@@ -111,16 +117,16 @@ def _text_fields(config: Mapping[str, Any], family: FamilyName) -> Mapping[str, 
 
 def _check_sizes(table: TextTable) -> None:
     """ConfigError for figures that do not fit each other."""
-    experts, groups = table.n_routed_experts, table.n_group
+    experts, groups, chosen_groups = table.n_routed_experts, table.need("n_group"), table.need("topk_group")
     problem = ""
     if table.num_hidden_layers + table.num_nextn_predict_layers > _MAX_LAYERS:
         problem = f"num_hidden_layers is {table.num_hidden_layers:,}, more than {_MAX_LAYERS:,}"
-    elif experts % groups or table.topk_group > groups:
-        problem = f"{experts} experts in n_group {groups} of which topk_group {table.topk_group} are chosen"
+    elif experts % groups or chosen_groups > groups:
+        problem = f"{experts} experts in n_group {groups} of which topk_group {chosen_groups} are chosen"
     elif groups > 1 and experts // groups < 2:
         problem = f"n_group {groups} leaves one expert a group, but a group's two best are compared"
-    elif table.num_experts_per_tok > experts // groups * table.topk_group:
-        problem = f"num_experts_per_tok {table.num_experts_per_tok} of {experts // groups * table.topk_group} experts"
+    elif table.num_experts_per_tok > experts // groups * chosen_groups:
+        problem = f"num_experts_per_tok {table.num_experts_per_tok} of {experts // groups * chosen_groups} experts"
     elif table.num_attention_heads % table.num_key_value_heads:
         problem = f"{table.num_attention_heads} heads for num_key_value_heads {table.num_key_value_heads}"
     elif table.num_experts not in (None, experts):
@@ -192,8 +198,15 @@ def _indexer_config(table: TextTable) -> IndexerConfig:
         types = ["shared" if max(layer - offset + 1, 0) % frequency else "full" for layer in range(num_layers)]
     if len(types) != num_layers or not set(types) <= {"full", "shared"} or types[0] != "full":
         raise ConfigError(f"indexer_types must be {num_layers} times full or shared, and full first", file=CONFIG_FILE)
+    num_heads = table.need("index_n_heads")
+    if num_heads > MAX_HEADS:
+        raise UnsupportedError(
+            f"index_n_heads is {num_heads}, but the indexer's kernels take {MAX_HEADS}",
+            file=CONFIG_FILE,
+            remedy="serve this model with vLLM or SGLang",
+        )
     return IndexerConfig(
-        num_heads=table.need("index_n_heads"),
+        num_heads=num_heads,
         key_size=table.need("index_head_dim"),
         top_k=table.need("index_topk"),
         layers_with_indexer=tuple(kind == "full" for kind in types),

@@ -53,8 +53,8 @@ class TextTable(BaseModel):
     num_experts: Size | None = None
     num_experts_per_tok: Size
     n_shared_experts: Count = 0
-    n_group: Size = 1
-    topk_group: Size = 1
+    n_group: Size | None = None
+    topk_group: Size | None = None
     norm_topk_prob: bool
     routed_scaling_factor: Positive
     rms_norm_eps: Positive

@@ -29,6 +29,7 @@ _PLAIN_VALUES: Mapping[str, tuple[Any, ...]] = {
     "linear_attn_config": (),
     "index_kpool": (1,),
     "indexer_rope_interleave": (True,),
+    "mtp_hidden_states_first": (False,),
 }
 # GLM-5.x alone: its rotary pairs are interleaved whatever the field says, so it must not say otherwise.
 _PLAIN_VALUES_OF_FAMILY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {"glm_moe_dsa": {"rope_interleave": (True,)}}
@@ -82,4 +83,7 @@ def _float8_blocks(quantization: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             block = weights["block_structure"]
             # "128x128" in older compressed-tensors.
             words = block.split("x") if isinstance(block, str) else []
-            yield "block_structure", [int(word) for word in words] if all(map(str.isdecimal, words)) and words else block
+            yield (
+                "block_structure",
+                [int(word) for word in words] if all(map(str.isdecimal, words)) and words else block,
+            )

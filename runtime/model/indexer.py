@@ -34,7 +34,8 @@ KEY_NORM_EPS = 1e-6
 class Indexer:
     """One layer's indexer, whole on every rank. `head_weights` float32 [heads, hidden].
 
-    Rank 0 selects for all, so that ranks never differ. `checks_ranks`: every rank selects, and they are compared.
+    Rank 0 selects for all, so that ranks never differ. `checks_ranks`: every rank selects, and they are compared; set
+    where activations are float32, of which all ranks have the same bits.
     """
 
     config: IndexerConfig

@@ -23,7 +23,9 @@ from memopt.runtime.model.rope import apply_rope
 from memopt.runtime.model.selection import Selection
 from memopt.runtime.model.step_rows import StepRows
 
-# Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is (transformers 5.24, modeling_deepseek_v3.py).
+# Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps is: DeepSeek-V3's inference/model.py and transformers 5.24
+# (modeling_deepseek_v3.py, modeling_glm_moe_dsa.py), the oracle of our tests. vLLM (deepseek_v2.py), SGLang and
+# Megatron-LM take rms_norm_eps, 1e-5 in GLM-5.x and Kimi K2.6: docs/runtime.md, "What decides a token".
 LATENT_NORM_EPS = 1e-6
 
 

@@ -1,7 +1,8 @@
 """A multi-token prediction layer: from a token's hidden row and the token after it, the one after that.
 
-As transformers runs it (modeling_layers.py, MtpLayer; vLLM models/deepseek_mtp.py differs only in what a second draft
-is made from): what goes in stands behind the decoder's final norm, what comes out behind the layer's own.
+As transformers runs it (modeling_layers.py, MtpLayer): what goes in stands behind the decoder's final norm, what comes
+out behind the layer's own. vLLM (models/deepseek_mtp.py) differs in what a second draft is made from, and zeroes the
+embedding in row 0.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 from memopt.errors import ContentError, MemoptError
 from memopt.runtime.parallel.communicator import Communicator
 
-# A rank's refusal, padded to a fixed size, which ranks without one send too. Four texts, twelve bytes a character at most
-# (an escaped pair of surrogates).
+# A rank's refusal, padded to a fixed size, which ranks without one send too. Four texts; a character takes up to twelve
+# bytes, as an escaped pair of surrogates.
 _REPORT_BYTES = 2**16
 _MAX_TEXT_CHARACTERS = 1000
 
@@ -42,14 +42,14 @@ def all_ranks_or_none(communicator: Communicator, work: Callable[[], _Result]) -
     return result  # type: ignore[return-value]
 
 
-def require_equal(communicator: Communicator, what: str, value: bytes) -> None:
-    """ContentError on all ranks unless every rank has the same `value`, of any length."""
+def require_equal(communicator: Communicator, what: str, value: bytes, error: type[MemoptError] = ContentError) -> None:
+    """`error` on all ranks unless every rank has the same `value`, of any length."""
     mine = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
     first = communicator.from_first(mine.clone())
     differs = torch.tensor([0 if torch.equal(first, mine) else communicator.rank], dtype=torch.int32)
     rank = int(communicator.maximum(differs)[0])
     if rank:
-        raise ContentError(
+        raise error(
             f"{what} of rank {rank} is another than rank 0's", remedy="give all ranks the same release and options"
         )
 

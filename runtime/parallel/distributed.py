@@ -97,7 +97,8 @@ class DistributedCommunicator:
         """Rank 0's `values`, written into `values` and returned."""
         if values.numel():
             contiguous = values.contiguous()
-            self._call("waiting for rank 0", lambda: dist.broadcast(_bytes_of(contiguous), src=0))
+            doing = "waiting for rank 0" if self.rank else "telling the others"
+            self._call(doing, lambda: dist.broadcast(_bytes_of(contiguous), src=0))
             if contiguous is not values:
                 values.copy_(contiguous)
         return values

@@ -87,7 +87,7 @@ def _require_same_user(connected: socket.socket) -> None:
         _, user, _ = _CREDENTIALS.unpack(raw)
         if user != os.geteuid():
             connected.close()
-            raise PeerError(f"the other stage is user {user}'s, not ours, {os.geteuid()}", remedy="run both as one user")
+            raise PeerError(f"the other stage is user {user}'s, we are {os.geteuid()}", remedy="run both as one user")
 
 
 def _parsed(address: str) -> tuple[int, str | tuple[str, int]]:

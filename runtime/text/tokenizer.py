@@ -176,20 +176,20 @@ def parse_tokenizer_json(raw: bytes) -> Tokenizer:
         tokenizer = Tokenizer.from_buffer(raw)
         before = tokenizer.pre_tokenizer
         spelled = _SPELLED if before is None else "".join(part for part, _ in before.pre_tokenize_str(_SPELLED))
-    for what, part, kind in (("model", tokenizer.model, models.BPE), ("decoder", tokenizer.decoder, decoders.ByteLevel)):
-        if not isinstance(part, kind):
-            raise UnsupportedError(
-                f"the {what} is {type(part).__name__}, byte-level BPE is supported",
-                file=TOKENIZER_NAME,
-                remedy=_IDS_REMEDY,
-            )
+    model, decoder = tokenizer.model, tokenizer.decoder
+    if not (isinstance(model, models.BPE) and isinstance(decoder, decoders.ByteLevel)):
+        raise UnsupportedError(
+            f"the model is {type(model).__name__}, the decoder {type(decoder).__name__}; byte-level BPE is supported",
+            file=TOKENIZER_NAME,
+            remedy=_IDS_REMEDY,
+        )
     # A space may be put before.
     if not spelled.endswith(token_text(_SPELLED.encode())):
         raise UnsupportedError("no pre-tokenizer spells texts in bytes", file=TOKENIZER_NAME, remedy=_IDS_REMEDY)
     absent = [value for value in _UTF8_BYTES if tokenizer.token_to_id(BYTE_CHARACTERS[value]) is None]
     if absent:
         raise ContentError(f"{len(absent)} bytes have no token, the first is 0x{absent[0]:02X}", file=TOKENIZER_NAME)
-    if getattr(tokenizer.model, "dropout", None):
+    if model.dropout:
         raise UnsupportedError("BPE dropout encodes at random", file=TOKENIZER_NAME, remedy=_IDS_REMEDY)
     tokenizer.no_truncation()
     tokenizer.no_padding()

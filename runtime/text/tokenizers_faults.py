@@ -13,10 +13,7 @@ _PANIC = "PanicException"
 
 @contextmanager
 def tokenizers_faults(file: str) -> Iterator[None]:
-    """Turn what the library raises (ValueError, or Exception itself), and a panic of its Rust code, into MalformedError.
-
-    The error names `file`.
-    """
+    """Turn what the library raises, often Exception itself, and a panic of its Rust code, into MalformedError of `file`."""
     try:
         yield
     except BaseException as problem:

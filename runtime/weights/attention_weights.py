@@ -34,7 +34,7 @@ def build_mla_attention(config: ModelConfig, layer: int, tensors: LayerTensors, 
         raise UsageError(f"{config.family} has no MLA layers")
     check_mla_sizes(attention)
     query_size = attention.nope_size + attention.rope_size
-    num_heads = share_of_rank(attention.num_heads, options, "heads")
+    num_heads = share_of_rank(attention.num_heads, "heads", options)
     query_rank, query_name, query_columns = None, "self_attn.q_proj", config.hidden_size
     if attention.q_rank is not None:
         down = sized_linear(tensors, "self_attn.q_a_proj", attention.q_rank, config.hidden_size, options)
@@ -51,16 +51,15 @@ def build_mla_attention(config: ModelConfig, layer: int, tensors: LayerTensors, 
     indexer = None
     if attention.indexer is not None and config.has_indexer(layer):
         indexer = _indexer(config, attention, attention.indexer, tensors, options)
-    parts = [attention.nope_size, attention.value_size]
-    key_up, value_up = kv_b.view(num_heads, -1, attention.latent_size).split(parts, dim=1)
+    heads = kv_b.view(num_heads, -1, attention.latent_size)
     return MlaAttention(
         attention,
         query_rank,
         query,
         kv_a,
         kv_norm,
-        key_up.contiguous(),
-        value_up.contiguous(),
+        heads[:, : attention.nope_size].contiguous(),
+        heads[:, attention.nope_size :].contiguous(),
         output,
         config.rope.is_interleaved,
         indexer,
@@ -73,8 +72,8 @@ def build_gqa_attention(config: ModelConfig, layer: int, tensors: LayerTensors, 
     if not isinstance(attention, GqaConfig):
         raise UsageError(f"{config.family} has no GQA layers")
     head_dim = attention.head_dim
-    num_heads = share_of_rank(attention.num_heads, options, "heads")
-    num_kv_heads = share_of_rank(attention.num_kv_heads, options, "KV heads")
+    num_heads = share_of_rank(attention.num_heads, "heads", options)
+    num_kv_heads = share_of_rank(attention.num_kv_heads, "KV heads", options)
     projections: list[Linear] = []
     for name, heads in (("q_proj", num_heads), ("k_proj", num_kv_heads), ("v_proj", num_kv_heads)):
         sizes = heads * head_dim, config.hidden_size

@@ -15,6 +15,11 @@ from cli.invoke import invoke
     [
         (("--base-results", "r.json"), "results of one model alone"),
         (("--task", "gsm8k", "--base-url", "http://h/v1/completions"), "--task without two servers"),
+        (("--base-url", "http://h/v1/completions"), "servers, or a limit, and no task to run"),
+        (("--task-limit", "5"), "servers, or a limit, and no task to run"),
+        (("--task", "a", "--base-url", "h:1", "--release-url", "http://h"), "'h:1' is no address"),
+        (("--task", "a", "--base-url", "http://h", "--release-url", "http://h,x"), "holds a comma"),
+        (("--scratch", "/nowhere"), "has no release.json and ledger.jsonl"),
         (("--window", "1"), "1 is not in the range x>=2"),
         (("--kv-cache", "int3"), "'int3' is not one of"),
         (("--no-write",), "has no release.json and ledger.jsonl"),
@@ -26,6 +31,11 @@ def test_wrong_calls(tmp_path: Path, arguments: tuple[str, ...], words: str) -> 
     refused = invoke("evaluate", TINY_GLM5, TINY_GLM5, "--data", data, *arguments)
     assert refused.code == 2
     assert words in refused.refusal
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    refused = invoke("evaluate", TINY_GLM5, tmp_path / "none", "--data", tmp_path / "text.jsonl")
+    assert (refused.code, "none has no release.json" in refused.refusal) == (2, True)
 
 
 def test_data_is_asked_for() -> None:

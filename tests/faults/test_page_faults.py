@@ -171,6 +171,8 @@ def test_freed_but_not_given_to_anybody_passes() -> None:
         simulation.drain()
         assert simulation.flagged == set()
         assert simulation.finished[0].tokens == undisturbed_tokens(0)
+        assert (simulation.num_lost_pages, simulation.manager.num_quarantined) == (1, 1)
+        simulation.manager.check(simulation.index.held_pages)
 
 
 def test_a_padding_row_is_nobodys() -> None:
@@ -227,7 +229,7 @@ def test_an_undisturbed_run_is_what_prompts_alone_lead_to() -> None:
         simulation.drain()
         assert simulation.flagged == simulation.affected == simulation.corrupted() == set()
         assert len(simulation.finished) == 12
-        assert simulation.num_refused_frees == 0
+        assert simulation.num_lost_pages == 0
         assert simulation.index.counts.num_hit_tokens > 0
         simulation.manager.check(simulation.index.held_pages)
 

@@ -34,10 +34,18 @@ def jsonl(folder: Path, *documents: object) -> Path:
 def test_text_is_read_a_document_a_line(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"text": "ab", "source": "x"}, {"text": "c"}, {"text": "def"})
     data = read_token_data(path, VOCABULARY, encode)
-    # "c" is one token: there is nothing to predict it from.
-    assert [document.tolist() for document in data.documents] == [[97, 98], [100, 101, 102]]
+    assert [document.tolist() for document in data.documents] == [[97, 98], [99], [100, 101, 102]]
     assert data.digest.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (data.digest.kind, data.digest.num_documents, data.digest.num_tokens) == ("text", 2, 5)
+    assert (data.digest.kind, data.digest.num_documents, data.digest.num_tokens) == ("text", 3, 6)
+
+
+def test_windows_name_documents_as_the_file_counts_them(tmp_path: Path) -> None:
+    data = read_token_data(jsonl(tmp_path, {"text": "a"}, {"text": "bcd"}, {"text": "e"}, {"text": "fg"}), 200, encode)
+    # "a" and "e" are one token: there is nothing to predict them from.
+    assert [(window.document, window.ids.tolist()) for window in document_windows(data, 9)] == [
+        (1, [98, 99, 100]),
+        (3, [102, 103]),
+    ]
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.int32, (6,)), (torch.int64, (2, 3))])
@@ -61,6 +69,11 @@ TEXT_REFUSALS = {
     "empty text": (b'{"text": "  "}\n', "'text' is empty"),
     "a list": (b'["ab"]\n', "a JSON object is needed"),
     "plain text": (b"Once upon a time\n", "line 1: not strict JSON"),
+    "nul": (b'{"text": "a\x00b"}\n', "line 1: not strict JSON.*text.*object a line"),
+    "nested": (b'{"text": ' + b"[" * 100_000 + b"}\n", "line 1: not strict JSON: nesting is too deep"),
+    "two texts": (b'{"text": "ab", "text": "cd"}\n', "appears twice"),
+    "not a number": (b'{"text": "ab", "n": NaN}\n', "NaN is not JSON"),
+    "cut": (b'{"text": "ab"}\n{"text": "a', "line 2: not strict JSON"),
     "too short": (b'{"text": "a"}\n', "no document of 2 tokens"),
     "outside the vocabulary": ('{"text": "ab\xff"}\n'.encode(), r"token id 255|token id 195"),
 }
@@ -79,6 +92,11 @@ def test_ids_that_are_wrong_are_refused(tmp_path: Path) -> None:
     for tensors, words in (
         ({"ids": torch.zeros(4)}, r"is F32 \[4\]"),
         ({"ids": torch.zeros(1, 2, 3, dtype=torch.int64)}, r"is I64 \[1, 2, 3\]"),
+        ({"ids": torch.tensor(3)}, r"is I64 \[\]"),
+        ({"ids": torch.zeros(4, dtype=torch.int16)}, r"is I16 \[4\]"),
+        ({"ids": torch.zeros(0, dtype=torch.int32)}, "no document of 2 tokens"),
+        ({"ids": torch.zeros(3, 0, dtype=torch.int32)}, "no document of 2 tokens"),
+        ({"ids": torch.tensor([2**63 - 1, 1])}, "token id 9,223,372,036,854,775,807"),
         ({"ids": torch.tensor([3, -1])}, "token id -1 in document 1"),
         ({"ids": torch.tensor([[3, 4], [3, 200]])}, "token id 200 in document 2"),
         ({"a": torch.tensor([1, 2]), "b": torch.tensor([1, 2])}, "holds 2 tensors"),
@@ -90,6 +108,22 @@ def test_ids_that_are_wrong_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not a header at all")
     with pytest.raises(HeaderError):
         read_token_data(path, VOCABULARY, None)
+
+
+def test_a_line_and_a_file_are_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = jsonl(tmp_path, {"text": "ab"}, {"text": "c" * 100})
+    monkeypatch.setattr("memopt.compressor.evaluate.calibration_data.MAX_LINE_BYTES", 50)
+    with pytest.raises(DataFileError, match=r"text\.jsonl, line 2: 112 bytes, at most 50"):
+        read_token_data(path, VOCABULARY, encode)
+    monkeypatch.setattr("memopt.compressor.evaluate.calibration_data.MAX_TEXT_FILE_BYTES", 50)
+    with pytest.raises(DataFileError, match="at most 50 are read"):
+        read_token_data(path, VOCABULARY, encode)
+
+
+def test_escapes_and_carriage_returns_are_text(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_bytes(b'{"text": "a\\u0000b"}\r\n{"text": "\\ud83d\\ude00"}\r\n')
+    data = read_token_data(tmp_path / "text.jsonl", 256, encode)
+    assert [document.tolist() for document in data.documents] == [[97, 0, 98], list("\U0001f600".encode())]
 
 
 def test_other_refusals(tmp_path: Path) -> None:

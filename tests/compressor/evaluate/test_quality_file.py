@@ -13,6 +13,7 @@ from evaluate_scores import made_quality, made_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memopt.compressor.calibration_figures import CalibrationFigures
 from memopt.compressor.evaluate.bootstrap import Interval
 from memopt.compressor.evaluate.gate import check_gate, require_gate
 from memopt.compressor.evaluate.ledger_figures import ExpertCoverage, LayerError, LedgerFigures, ledger_figures
@@ -21,6 +22,7 @@ from memopt.compressor.evaluate.quality_file import figure_text, parse_quality, 
 from memopt.compressor.evaluate.report_html import render_report
 from memopt.compressor.evaluate.svg_plot import Axes, Series, line_plot
 from memopt.compressor.evaluate.task_scores import TaskScore
+from memopt.compressor.ledger import ledger_line
 from memopt.compressor.quality_gate import QualityGate
 from memopt.errors import DataFileError, ExitCode, LedgerError, QualityFileError, QualityGateError
 
@@ -38,7 +40,7 @@ def test_figures_are_those_of_the_scores() -> None:
     assert [token.kl for token in quality.worst] == sorted((token.kl for token in quality.worst), reverse=True)
     assert [(part.first, part.last, part.num_tokens) for part in quality.by_context] == [(1, 31, 248), (32, 40, 72)]
     assert sum(part.num_tokens for part in quality.by_position) == len(scores)
-    assert quality.resampled == "document"
+    assert (quality.resampled, quality.num_documents, quality.num_resampled_units) == ("document", 8, 8)
 
 
 def test_few_documents_are_resampled_by_windows() -> None:
@@ -51,7 +53,7 @@ def test_few_documents_are_resampled_by_windows() -> None:
         data=quality.data,
         conditions=quality.conditions,
     )
-    assert found.resampled == "window"
+    assert (found.resampled, found.num_documents, found.num_resampled_units) == ("window", 2, 8)
     assert found.kl.low < found.kl.value < found.kl.high
 
 
@@ -113,9 +115,19 @@ def changed(**fields: object) -> bytes:
     ("raw", "words"),
     [
         (changed(extra=1), "extra is missing or unknown"),
+        (changed(kl_max="[" * 9), "quality.kl_max is '"),
+        (changed(kl_max=[[[]]]), "quality.kl_max is list"),
+        (changed(base=None), "quality.base: not a table"),
+        (b'{"format":"memopt.quality/1","kl":' + b"[" * 100_000, "nesting is too deep"),
+        (GOOD.replace(b'"kl_max":', b'"kl_max":NaN,"x":', 1), "NaN is not JSON"),
+        (GOOD.replace(b'"name":"base"', b'"name":"\\ud800"'), "unpaired surrogate"),
+        (GOOD + b"\n", "not spelled canonically"),
+        (GOOD[:-1], "not spelled canonically"),
+        (b"\xef\xbb\xbf" + GOOD, "not strict JSON"),
+        (GOOD + b" " * 2**22, "at most 4,194,304"),
         (changed(format="memopt.quality/2"), "format is not"),
         (changed(kl=3), "quality.kl: not a table"),
-        (changed(num_tokens=True), "quality.num_tokens is 'True'"),
+        (changed(num_tokens=True), "quality.num_tokens is True"),
         (changed(worst={}), "quality.worst is"),
         (changed(num_resamples=10), "not spelled canonically"),
         (b"[]", "a JSON object is needed"),
@@ -138,6 +150,34 @@ def test_the_gate_holds_the_worse_end_of_the_interval() -> None:
     assert not check_gate(QualityGate(perplexity_ratio_max=1.02), quality)[0].holds
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "release"])
+def test_figures_against_anything_but_the_source_do_not_count(kind: str) -> None:
+    """Against itself a release loses nothing: that must not sign it."""
+    gate = QualityGate(kl_max=100, top1_min=0, perplexity_ratio_max=100)
+    quality = made_quality()
+    require_gate(gate, quality)
+    other = replace(quality, base=replace(quality.base, kind=kind))
+    assert [check.holds for check in check_gate(gate, other)] == [False, False, False]
+    with pytest.raises(QualityGateError, match="not measured against the checkpoint that the release was made from"):
+        require_gate(gate, other)
+
+
+@pytest.mark.parametrize(("num_windows", "holds"), [(1, False), (4, False), (5, True)])
+def test_an_interval_of_a_few_windows_holds_for_nothing(num_windows: int, holds: bool) -> None:
+    scores, quality = made_scores(num_documents=1), made_quality()
+    found = measure_quality(
+        scores,
+        np.arange(len(scores)) * num_windows // len(scores),
+        base=quality.base,
+        release=quality.release,
+        data=quality.data,
+        conditions=quality.conditions,
+    )
+    (check,) = check_gate(QualityGate(kl_max=100), found)
+    assert check.holds == holds
+    assert ("not measured on 5 windows or more" in check.describe()) != holds
+
+
 def test_scores_are_held_by_the_worst_task_and_must_be_measured() -> None:
     gate = QualityGate(score_drop_max_points=0.8)
     better = replace(TASK, task="arc", release=72.0)
@@ -149,29 +189,50 @@ def test_scores_are_held_by_the_worst_task_and_must_be_measured() -> None:
     assert refused.value.exit_code == ExitCode.POLICY == 5
 
 
-def ledger_line(layer: int, expert: int, tokens: int, fallback: str | None, part: str = "up_proj") -> bytes:
+def weight_line(layer: int, expert: int, tokens: int, fallback: str, part: str = "up_proj") -> bytes:
+    """A line as compressor/ledger.py writes it for a calibrated weight."""
+    figures = CalibrationFigures(tokens, 0, "gptq", 0.01, 4.0, 2.0, 1.0, 8, 0, fallback)
     row = {
         "tensor": f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
         "role": "routed_expert",
         "layer": layer,
-        "error": {"relative_mse": 0.25 * (expert + 1)},
-        "calibration": {"num_tokens": tokens, "fallback": fallback},
+        "error": {"relative_mse": 0.25 * (expert + 1), **figures.ledger_figures()},
     }
-    return json.dumps(row).encode()
+    return ledger_line(row)
 
 
 def test_the_ledger_is_summed_by_layer_role_and_expert() -> None:
-    lines = [ledger_line(3, 0, 10, None), ledger_line(3, 0, 10, None, "down_proj"), ledger_line(3, 1, 2, "few tokens")]
+    lines = [weight_line(3, 0, 10, ""), weight_line(3, 0, 10, "", "down_proj"), weight_line(3, 1, 2, "few tokens")]
     plain = {"tensor": "model.layers.0.x.weight", "role": "attention", "layer": 0, "error": {"relative_mse": 0.5}}
-    found = ledger_figures([*lines, json.dumps(plain).encode(), b'{"tensor": "lm_head.weight", "layer": null}'])
+    kept = {"tensor": "model.layers.0.norm.weight", "role": "norm", "layer": 0}
+    found = ledger_figures(
+        [*lines, ledger_line(plain), ledger_line(kept), ledger_line({"tensor": "lm_head.weight", "layer": None})]
+    )
     assert found.errors == (LayerError(0, "attention", 1, 0.5), LayerError(3, "routed_expert", 3, 1.0 / 3))
     assert found.coverage == (ExpertCoverage(3, 2, 2, 10, 10, 1),)
-    for line, words in (
-        (b"[]", "line 1 is no JSON object"),
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[]", "a JSON object is needed"),
+        (b"{", "not strict JSON"),
         (b'{"layer": 1, "error": {"relative_mse": "x"}}', "no figure"),
-    ):
-        with pytest.raises(LedgerError, match=words):
-            ledger_figures([line])
+        (b'{"layer": 1, "error": {"relative_mse": -1}}', "no figure"),
+        (b'{"layer": 1, "error": {"relative_mse": true}}', "no figure"),
+        (b'{"layer": 1, "error": {"relative_mse": Infinity}}', "Infinity is not JSON"),
+        (b'{"layer": 1, "error": {"relative_mse": 1e999}}', "no figure"),
+        (b'{"layer": 1, "error": {"relative_mse": 1' + b"0" * 400 + b"}}", "too many digits"),
+        (b'{"layer": 1' + b"0" * 400 + b', "error": {"relative_mse": 1}}', "layer or error"),
+        (b'{"layer": -1, "error": {"relative_mse": 1}}', "layer or error"),
+        (b'{"layer": 1, "error": []}', "layer or error"),
+        (b'{"layer": 1, "role": "\\ud800", "error": {"relative_mse": 1}}', "unpaired surrogate"),
+        (b'{"layer": 1, "role": "routed_expert", "error": {"relative_mse": 1, "tokens": 1}}', "'None' is no figure"),
+    ],
+)
+def test_a_line_that_is_none_of_a_ledger_is_refused(line: bytes, words: str) -> None:
+    with pytest.raises(LedgerError, match=words):
+        ledger_figures([line])
 
 
 class _Tags(HTMLParser):
@@ -197,7 +258,7 @@ class _Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-HOSTILE = "\"><script>alert('x')</script><img src=x onerror=y>"
+HOSTILE = "\"><script>alert('x')</script><img src=x onerror=y>]]></svg>\x00\u202e"
 
 
 def test_the_report_is_one_closed_page_that_loads_and_runs_nothing() -> None:
@@ -224,7 +285,7 @@ def test_the_report_says_what_was_not_measured() -> None:
         assert words in page
 
 
-POINTS = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e9)), max_size=5)
+POINTS = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e300)), max_size=5)
 
 
 @given(st.lists(POINTS, max_size=4), st.booleans(), st.text(max_size=20))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from memopt.compressor.evaluate.lm_eval_run import Endpoint, run_tasks
+from memopt.compressor.evaluate.lm_eval_run import Endpoint, check_tasks, run_tasks
 from memopt.compressor.evaluate.task_scores import compare_tasks, read_results
-from memopt.errors import DataFileError, NetworkError, UsageError
+from memopt.errors import DataFileError, NetworkError, UnsupportedError, UsageError
 
 
 def results(num_samples: int = 200, **scores: float) -> dict[str, Any]:
@@ -43,6 +43,24 @@ def test_acc_norm_goes_before_acc() -> None:
     table = {"results": {"arc": {"acc,none": 0.5, "acc_norm,none": 0.6, "acc_stderr,none": "N/A"}}}
     (score,) = compare_tasks(table, table)
     assert (score.metric, score.base, score.base_error) == ("acc_norm,none", 60.0, 0.0)
+
+
+def test_a_group_without_figures_is_passed_over_and_one_with_them_is_not() -> None:
+    """lm-eval 0.4.13, api/group.py: a group that aggregates nothing has its name and alias alone."""
+    table = results(a=0.5, b=0.25)
+    table["results"] |= {"plain": {"alias": "plain", "name": "plain"}, "mmlu": {"alias": "mmlu", "acc,none": 0.4}}
+    table["group_subtasks"] = {"plain": ["a", "b"], "mmlu": ["a", "b"], "b": []}
+    assert [score.task for score in compare_tasks(table, table)] == ["a", "b", "mmlu"]
+    del table["group_subtasks"]
+    with pytest.raises(DataFileError, match="task plain has none of"):
+        compare_tasks(table, table)
+
+
+@pytest.mark.parametrize("value", [True, "0.5", -0.1, 1.5, None, [0.5]])
+def test_a_score_is_a_share(value: object) -> None:
+    table = {"results": {"a": {"acc,none": value}}}
+    with pytest.raises(DataFileError, match="from 0 to 1"):
+        compare_tasks(table, table)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +113,22 @@ def test_a_failure_is_told_in_lm_evals_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "tasks"),
-    [("localhost:8000", ["a"]), ("http://h/v1,model=x", ["a"]), (ENDPOINT.url, []), (ENDPOINT.url, ["--help"])],
+    ("url", "tasks", "words"),
+    [
+        ("localhost:8000", ["a"], "no address"),
+        ("http://h/v1,model=x", ["a"], "holds a comma"),
+        (ENDPOINT.url, [], "tasks"),
+        (ENDPOINT.url, ["--help"], "tasks"),
+    ],
 )
-def test_a_wrong_call_is_refused(url: str, tasks: list[str]) -> None:
-    with pytest.raises(UsageError):
+def test_a_wrong_call_is_refused(url: str, tasks: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         run_tasks(Endpoint(url, "glm", Path("c")), tasks, run=fake_lm_eval(0, [], []))
+
+
+def test_names_and_folders_with_commas_and_a_missing_lm_eval_are_told() -> None:
+    for model, folder in (("a,b", "c"), ("a", "c,d")):
+        with pytest.raises(UsageError, match="holds a comma"):
+            check_tasks(Endpoint(ENDPOINT.url, model, Path(folder)), ["gsm8k"], is_installed=True)
+    with pytest.raises(UnsupportedError, match="lm-eval is not installed"):
+        check_tasks(ENDPOINT, ["gsm8k"], is_installed=False)

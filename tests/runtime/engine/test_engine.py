@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from signed_tiny_model import IDENTITY, KEY, SignedModel, signed_tiny_model
 from signing_keys import fixed_key
+from thread_ranks import ThreadRank, run_ranks
 
 from memopt.errors import (
     CapacityError,
@@ -26,8 +27,10 @@ from memopt.errors import (
 from memopt.manifests.policy import policy_for_key
 from memopt.runtime.engine import engine as engine_module
 from memopt.runtime.engine.engine import Engine
+from memopt.runtime.engine.engine_options import EngineOptions
 from memopt.runtime.engine.leader_commands import Abortion, Submission, parse_commands, render_commands
 from memopt.runtime.engine.sampling_params import SamplingParams
+from memopt.runtime.engine.verified_model import load_verified
 
 PROMPT = "def main("
 
@@ -124,6 +127,10 @@ def test_what_cannot_be_run_is_refused_at_once(engine: Engine) -> None:
         ({"num_pages": 1}, UsageError, "num_pages is 1"),
         ({"num_pages": 9, "kv_cache_gib": 1.0}, UsageError, "num_pages and kv_cache_gib"),
         ({"kv_cache_gib": 1e-6}, CapacityError, "holds 0 pages"),
+        ({"kv_cache_gib": 1e300}, UsageError, r"kv_cache_gib is 1e\+300"),
+        ({"kv_cache_gib": 1e6}, CapacityError, "do not fit into memory"),
+        ({"device": "tpu"}, UsageError, "device is 'tpu'"),
+        ({"device": "meta"}, UsageError, "device is 'meta'"),
         ({"max_tokens": 5000}, UsageError, "positions end at 4,096"),
         ({"max_requests": 600}, UsageError, "600 decoding requests take 600 rows"),
         ({"tensor_parallel": 2}, UsageError, "torchrun did not start this process"),
@@ -142,6 +149,23 @@ def test_the_cache_is_as_large_as_asked(release: SignedModel) -> None:
         # 5 layers of 576 bytes a token, 3 of them with 132 more for the indexer.
         assert capacity.num_pages == int(0.01 * 2**30) // (64 * (5 * 576 + 3 * 132)) - 1
         assert capacity.size_bytes <= 0.01 * 2**30
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match="no GPU"):
+        Engine("nowhere", key="none", device="cuda")
+
+
+def test_ranks_of_different_options_are_refused_before_anything_is_read() -> None:
+    """Their sums would meet in another order: one would wait for ever, or take one thing for another."""
+
+    def start(communicator: ThreadRank) -> None:
+        options = EngineOptions(integrity="tagged" if communicator.rank else "noop", tensor_parallel=2)
+        with pytest.raises(UsageError, match="set of options of rank 1"):
+            load_verified("nowhere", None, b"", options, communicator)
+
+    run_ranks(2, start)
 
 
 def copied(release: SignedModel, folder: Path) -> Path:

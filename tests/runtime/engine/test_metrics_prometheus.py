@@ -15,10 +15,10 @@ GOLDEN_START = """\
 # HELP memopt_kv_pages Pages of the KV cache.
 # TYPE memopt_kv_pages gauge
 memopt_kv_pages 64
-# HELP memopt_kv_pages_used Pages that are held or fenced.
+# HELP memopt_kv_pages_used Pages that somebody holds.
 # TYPE memopt_kv_pages_used gauge
 memopt_kv_pages_used 3
-# HELP memopt_kv_pages_used_peak Most pages used at the end of a step.
+# HELP memopt_kv_pages_used_peak Most pages that were ever used.
 # TYPE memopt_kv_pages_used_peak gauge
 memopt_kv_pages_used_peak 9
 """
@@ -56,6 +56,9 @@ memopt_time_to_first_token_seconds_count 3
 # HELP memopt_integrity_mismatches_total Requests aborted for a page not their own.
 # TYPE memopt_integrity_mismatches_total counter
 memopt_integrity_mismatches_total 2
+# HELP memopt_integrity_lost_pages_total Pages freed behind their holder's back.
+# TYPE memopt_integrity_lost_pages_total counter
+memopt_integrity_lost_pages_total 3
 """,
 ]
 
@@ -63,7 +66,7 @@ memopt_integrity_mismatches_total 2
 @pytest.fixture
 def metrics() -> EngineMetrics:
     recorder = MetricsRecorder()
-    recorder.record_step(0.75, 36, 9)
+    recorder.record_step(0.75, 36)
     for seconds in (0.5, 0.75, 2000.0):
         recorder.record_token(seconds, is_first=True)
     for reason in ("stop", "page_mismatch", "page_mismatch"):
@@ -71,12 +74,13 @@ def metrics() -> EngineMetrics:
     return recorder.metrics(
         num_pages=64,
         num_used_pages=3,
+        peak_used_pages=9,
         num_quarantined_pages=1,
         num_tokens=130,
         size_bytes=4096,
         num_waiting=2,
         num_running=1,
-        integrity=IntegrityMetrics(7, 2),
+        integrity=IntegrityMetrics(7, 2, 3),
         reuse=ReuseMetrics(5, 640, 128),
     )
 
@@ -90,7 +94,7 @@ def test_golden_text(metrics: EngineMetrics) -> None:
 
 def test_a_strict_parser_reads_it(metrics: EngineMetrics) -> None:
     families = parse(prometheus_text(metrics))
-    assert len(families) == 25
+    assert len(families) == 26
     for name, family in families.items():
         assert name.startswith("memopt_")
         assert name.endswith("_total") == (family.kind == "counter"), name

@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+from page_reading_model import greedy, new_core, run
 
 from memopt.runtime.engine.metrics import EngineMetrics, IntegrityMetrics, ReuseMetrics
 from memopt.runtime.engine.metrics_recorder import MetricsRecorder
@@ -15,13 +16,15 @@ def metrics_of(recorder: MetricsRecorder, **changes: int) -> EngineMetrics:
     moment = {
         "num_pages": 64,
         "num_used_pages": 3,
+        "peak_used_pages": 9,
         "num_quarantined_pages": 1,
         "num_tokens": 130,
         "size_bytes": 4096,
         "num_waiting": 2,
         "num_running": 1,
     }
-    return recorder.metrics(**{**moment, **changes}, integrity=IntegrityMetrics(7, 1), reuse=ReuseMetrics(2, 110, 64))
+    integrity, reuse = IntegrityMetrics(7, 1, 2), ReuseMetrics(2, 110, 64)
+    return recorder.metrics(**{**moment, **changes}, integrity=integrity, reuse=reuse)
 
 
 def test_counts() -> None:
@@ -29,9 +32,9 @@ def test_counts() -> None:
     for _ in range(3):
         recorder.record_submission()
     recorder.record_start(0.25)
-    recorder.record_step(0.5, 36, 9)
+    recorder.record_step(0.5, 36)
     recorder.record_token(0.75, is_first=True)
-    recorder.record_step(0.25, 0, 5)
+    recorder.record_step(0.25, 0)
     recorder.record_token(0.125, is_first=False)
     recorder.record_token(0.0, is_first=False)
     recorder.record_drafts(4, 3)
@@ -53,14 +56,18 @@ def test_counts() -> None:
     assert performance.time_to_first_token.longest_seconds == 0.75
     assert performance.time_per_token.num_recorded == 2
     assert performance.queue_time.mean_seconds == 0.25
-    assert (metrics.integrity.num_checks, metrics.integrity.num_mismatches) == (7, 1)
+    assert metrics.integrity == IntegrityMetrics(num_checks=7, num_mismatches=1, num_lost_pages=2)
     reuse = metrics.reuse
     assert (reuse.num_lookups, reuse.num_lookup_tokens, reuse.num_hit_tokens) == (2, 110, 64)
     assert metrics.speculation.acceptance == 0.75
 
 
-def test_the_peak_counts_pages_that_are_used_right_now() -> None:
-    assert metrics_of(MetricsRecorder(), num_used_pages=12).capacity.peak_used_pages == 12
+def test_the_peak_is_that_of_a_request_that_ends_with_its_first_step() -> None:
+    core = new_core()
+    core.submit(list(range(65)), greedy(1))
+    assert len(run(core)) == 1
+    capacity = core.metrics().capacity
+    assert (capacity.num_used_pages, capacity.peak_used_pages) == (0, 2)
 
 
 def test_an_engine_that_did_nothing() -> None:
@@ -94,7 +101,7 @@ def test_recording_a_step_of_sixteen_requests_costs_little() -> None:
     best = float("inf")
     for _ in range(50):
         start = time.thread_time()
-        recorder.record_step(0.01, 0, 100)
+        recorder.record_step(0.01, 0)
         for _ in range(16):
             recorder.record_token(0.01, is_first=False)
         best = min(best, time.thread_time() - start)

@@ -113,8 +113,26 @@ def test_a_page_that_is_somebody_elses_now_is_not_freed() -> None:
     assert new.page == old.page
     with pytest.raises(PageError, match=f"has 1 holders and tag {new.tag:#x}, and the caller .* tag {old.tag:#x}"):
         manager.release([old], step=1)
-    assert manager.release_suspect([old, new], step=1) == 1
+    assert manager.release_own([old, new], step=1) == (0,)
     assert _figures(manager) == (NUM_PAGES - 2, 0, 1, 0)
+
+
+def test_what_is_listed_as_free_twice_gets_no_two_owners() -> None:
+    manager = _manager()
+    manager._free[-2] = manager._free[-1]
+    with pytest.raises(PageError, match=r"one of the pages \[1, 1\] is listed as free twice"):
+        manager.allocate(2)
+
+
+def test_who_lost_a_page_gives_back_the_others() -> None:
+    manager = _manager()
+    one, two, three = _allocate(manager, 3)
+    manager.release([two], step=1)
+    assert manager.release_own([one, two, three], step=1) == (1,)
+    assert manager.release_own([one, two, three], step=1) == (0, 1, 2)
+    assert _figures(manager) == (NUM_PAGES - 4, 0, 3, 0)
+    outside = [HeldPage(page, NO_TAG) for page in (DUMMY_PAGE, -1, NUM_PAGES)]
+    assert manager.release_own(outside, step=1) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("page", [DUMMY_PAGE, -1, NUM_PAGES])

@@ -184,6 +184,29 @@ def test_a_quarantined_page_leaves_by_forget() -> None:
     assert manager.num_quarantined == 1
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("found_by", ["match", "evict"])
+def test_an_entry_whose_page_was_freed_behind_its_back(found_by: str, is_taken: bool) -> None:
+    """Somebody gave the index's page back: no hit, no second free, and the entry leaves with what follows it."""
+    manager = _manager()
+    index = PrefixIndex(NAMESPACE, manager)
+    pages = _insert(index, manager, _prompt(1, 2, 3))
+    manager.release([pages[1]], step=0)
+    owners = list(manager.allocate(1) or ()) if is_taken else []
+    assert [held.page for held in owners] == ([pages[1].page] if is_taken else [])
+    if found_by == "match":
+        assert _match(index, manager, _prompt(1, 2, 3, rest=1)) == [pages[0].page]
+        assert index.num_pages == 3
+    else:
+        # The last and the first are given back; the one between is not the index's to give.
+        assert index.evict(3, step=0) == 2
+    assert index.take_lost(step=0) == (pages[1],)
+    assert index.take_lost(step=0) == ()
+    assert list(index.held_pages) == (pages[:1] if found_by == "match" else [])
+    assert index.counts.num_lost_pages == 1
+    manager.check([*index.held_pages, *owners])
+
+
 def test_misuse_is_refused() -> None:
     manager = _manager()
     index = PrefixIndex(NAMESPACE, manager)

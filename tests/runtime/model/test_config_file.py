@@ -142,9 +142,105 @@ def test_a_field_that_is_missing_or_wrong_is_named(name: str, field: str, bad: A
         ({"num_nextn_predict_layers": 10**9}, ConfigError, "num_hidden_layers"),
         ({"qk_rope_head_dim": 15}, ConfigError, "pairs"),
         ({"index_topk": None}, ConfigError, "index_topk"),
+        ({"index_n_heads": 65}, UnsupportedError, "index_n_heads is 65"),
+        ({"num_experts": 5}, ConfigError, "num_experts is 5, but n_routed_experts 4"),
+        ({"topk_method": "greedy"}, UnsupportedError, "topk_method"),
+        ({"moe_layer_freq": 2}, UnsupportedError, "moe_layer_freq"),
+        ({"mlp_bias": True}, UnsupportedError, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor"),
+        ({"text_config": {"hidden_size": 8}}, UnsupportedError, "text_config"),
+        ({"q_lora_rank": None}, ConfigError, "q_lora_rank"),
     ],
 )
 def test_refusals(changes: dict[str, Any], error: type[Exception], part: str) -> None:
     table = tiny_config("glm-5.2-fp8") | changes
     with pytest.raises(error, match=part):
         parse_model_config({field: value for field, value in table.items() if value is not None})
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("changes", [{"attention_factor": 1.2}, {"truncate": False}], ids=["factor", "truncate"])
+def test_yarn_that_is_not_computed(changes: dict[str, Any]) -> None:
+    assert parse_model_config(tiny_config("kimi-k2-instruct-fp8", rope_scaling=YARN)).rope.yarn is not None
+    with pytest.raises(UnsupportedError, match="attention_factor"):
+        parse_model_config(tiny_config("kimi-k2-instruct-fp8", rope_scaling=YARN | changes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("field", "value", "plain"),
+    [
+        ("sliding_window", 4096, None),
+        ("use_sliding_window", True, False),
+        ("final_logit_softcapping", 30.0, None),
+        ("logits_scaling", 8.0, 1),
+        ("mla_use_nope", True, False),
+        ("swiglu_limit", 10.0, None),
+        ("index_kpool", 4, 1),
+        ("indexer_rope_interleave", False, True),
+        ("layer_types", ["full_attention", "sliding_attention"], ["full_attention", "indexed_attention"]),
+    ],
+)
+def test_variants_that_no_block_computes(name: str, field: str, value: Any, plain: Any) -> None:
+    for accepted in (None, plain):
+        table = tiny_config(name)
+        table.get("text_config", table)[field] = accepted
+        parse_model_config(table)
+    with pytest.raises(UnsupportedError, match=field):
+        parse_model_config(tiny_config(name, **{field: value}))
+
+
+def test_only_interleaved_pairs_for_glm_5_and_either_for_deepseek() -> None:
+    with pytest.raises(UnsupportedError, match="rope_interleave is False"):
+        parse_model_config(tiny_config("glm-5.2-fp8", rope_interleave=False))
+    assert not parse_model_config(tiny_config("deepseek-v3-fp8", rope_interleave=False)).rope.is_interleaved
+
+
+@pytest.mark.parametrize(
+    ("quantization", "part"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quant_method is 'awq'"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 128]},
+            r"weight_block_size is \[64, 128\].*memopt dequantize",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"block_structure": "1x128"}}}},
+            r"block_structure is \[1, 128\]",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["glm-5.2-fp8", "kimi-k2.6-int4"])
+def test_quantizations_that_are_not_read(name: str, quantization: dict[str, Any], part: str) -> None:
+    with pytest.raises(UnsupportedError, match=part):
+        parse_model_config(tiny_config(name, quantization_config=quantization))
+    with pytest.raises(UnsupportedError, match=part):
+        parse_model_config(tiny_config(name) | {"quantization_config": quantization})
+
+
+def test_the_block_of_older_files_is_understood() -> None:
+    groups = {"g": {"weights": {"block_structure": "128x128"}}}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
+    parse_model_config(tiny_config("glm-5.2-fp8", quantization_config=quantization))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_of_experts_are_guessed_for_no_deepseek(name: str) -> None:
+    for missing in ("n_group", "topk_group"):
+        table = tiny_config(name, **{missing: None})
+        if name.startswith("glm"):
+            assert parse_model_config(table) == parse_model_config(tiny_config(name))
+        else:
+            with pytest.raises(ConfigError, match=f"{missing} is missing"):
+                parse_model_config(table)
+
+
+def test_kimi_k2_5_around_another_text_model_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="'qwen3'"):
+        parse_model_config(tiny_config("kimi-k2.6-int4", model_type="qwen3"))
+    table = tiny_config("kimi-k2.6-int4")
+    for nested in (None, {}, 3):
+        with pytest.raises(ConfigError):
+            parse_model_config(table | {"text_config": nested})

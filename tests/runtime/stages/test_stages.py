@@ -179,10 +179,16 @@ def test_abort_frees_pages_once_wherever_the_request_is(kind: str) -> None:
         pair.prefill_events += pair.prefill.abort("c")
         used = pair.prefill_core.pages.manager.num_used
         assert used == 1
+        # Heard before there is room for c, which a later cancel would find taken.
+        end = time.monotonic() + 10
+        while "refused" not in pair.states("c"):
+            assert time.monotonic() < end
+            pair.step_prefill()
+            pair.decode._hear()
+        assert pair.states("c") == ["offered", "refused"]
         pair.decode_events += pair.decode.abort("a")
         assert pair.decode.abort("a") == []
         pair.run()
-        assert pair.states("c") == ["offered", "refused"]
         assert (pair.reason("a"), pair.reason("b")) == ("abort", "length")
         assert pair.tokens("b") == expected_tokens(prompt_of(64), 66)
         for core in (pair.prefill_core, pair.decode_core):

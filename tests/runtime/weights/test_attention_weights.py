@@ -63,7 +63,7 @@ def test_the_head_weights_of_an_indexer_stay_float32() -> None:
         (MLA, "o_proj__weight", 64, 95),
         (DSA, "indexer__wk__weight", 31, 64),
         (DSA, "indexer__weights_proj__weight", 15, 64),
-        (GQA, "k_proj__weight", 64, 64),
+        (GQA, "k_proj__weight", 128, 63),
         (GQA, "o_proj__weight", 64, 192),
     ],
 )

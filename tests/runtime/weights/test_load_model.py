@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -136,6 +137,77 @@ def test_parts_that_do_not_fit_are_named(int4: Path) -> None:
     del tensors[packed]
     with pytest.raises(UnsupportedError, match="one format"):
         load_decoder(model_config(int4), (tensors | {name: torch.zeros(256, 256)}).items(), OPTIONS)
+
+
+# One element would broadcast, one row less would be found out at a late token, if at all.
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (2047, 256)),
+        ("lm_head.weight", (2047, 256)),
+        ("model.norm.weight", (1,)),
+        ("model.layers.0.input_layernorm.weight", (1,)),
+        ("model.layers.2.post_attention_layernorm.weight", (1,)),
+        ("model.layers.1.mlp.gate.weight", (7, 256)),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", (1,)),
+        ("model.layers.0.mlp.up_proj.weight", (511, 256)),
+        ("model.layers.0.mlp.down_proj.weight", (256, 511)),
+        ("model.layers.1.mlp.shared_experts.gate_proj.weight", (128, 256)),
+        ("model.layers.5.eh_proj.weight", (256, 256)),
+        ("model.layers.5.enorm.weight", (1,)),
+        ("model.layers.5.shared_head.norm.weight", (1,)),
+        ("model.layers.5.embed_tokens.weight", (2047, 256)),
+        ("model.layers.5.shared_head.head.weight", (2047, 256)),
+    ],
+)
+def test_a_wrong_size_names_the_tensor(name: str, shape: tuple[int, ...], int4: Path) -> None:
+    tensors = dict(stored_tensors(int4)) | {name: torch.ones(shape)}
+    module = name.removesuffix(".weight")
+    for part in ("weight_packed", "weight_scale", "weight_shape"):
+        tensors.pop(f"{module}.{part}", None)
+    with pytest.raises(ShapeError, match=re.escape(f"is {list(shape)}, but config.json asks for")) as refusal:
+        load_decoder(model_config(int4), tensors.items(), LoadOptions("float32", use_mtp=True))
+    assert refusal.value.tensor in (name, module)
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_experts_of_another_size_than_the_config_say_so(form: str, int4: Path) -> None:
+    folder = int4 if form == "int4" else TINY_GLM5
+    config = model_config(folder)
+    other = replace(config, moe=replace(config.moe, intermediate_size=128, num_shared_experts=2))
+    with pytest.raises(ShapeError, match=r"\[512, 256\], but config.json asks for \[256, 256\]") as refusal:
+        load_decoder(other, stored_tensors(folder), OPTIONS)
+    assert refusal.value.tensor == "model.layers.1.mlp.experts.0.gate_proj and up_proj"
+
+
+def test_a_part_that_experts_of_this_form_do_not_have_is_named() -> None:
+    name = "model.layers.2.mlp.experts.4.up_proj.weight_shape"
+    tensors = [(name, torch.tensor([256, 256])), *stored_tensors(TINY_GLM5)]
+    with pytest.raises(UnknownTensorError, match="stored as fp8 have no such part") as refusal:
+        load_decoder(model_config(TINY_GLM5), tensors, OPTIONS)
+    assert refusal.value.tensor == name
+
+
+@pytest.mark.parametrize("name", ["mlp.gate_proj.bias", "self_attn.o_proj.bias", "self_attn.q_a_proj.bias"])
+def test_a_bias_that_the_model_does_not_have_is_refused(name: str, int4: Path) -> None:
+    extra = {f"model.layers.0.{name}": torch.zeros(1)} | dict(stored_tensors(int4))
+    with pytest.raises(UnknownTensorError, match="no block") as refusal:
+        load_decoder(model_config(int4), extra.items(), OPTIONS)
+    assert refusal.value.tensor == f"model.layers.0.{name}"
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_int4_beside_fp8_is_the_same_model_expanded(compute: Any, tmp_path: Path) -> None:
+    """Recipe glm-5.2-int4-fp8: experts INT4, all else FP8 as it came; expanded at load it differs by rounding alone."""
+    options = memopt.PlanOptions(tensor_parallel=1)
+    memopt.compress(TINY_GLM5, tmp_path / "out", recipe="glm-5.2-int4-fp8", options=options, workers=1, device="cpu")
+    config, tensors = model_config(tmp_path / "out"), dict(stored_tensors(tmp_path / "out"))
+    stored = load_decoder(config, tensors.items(), LoadOptions(compute))
+    expanded = load_decoder(config, tensors.items(), LoadOptions(compute, "bf16"))
+    assert {torch.int32, torch.float8_e4m3fn} <= {tensor.dtype for tensor in tensors.values()}
+    ours, theirs = some_logits(stored), some_logits(expanded)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < (2e-3 if compute == "float32" else 0.03)
+    assert sum(layer.mlp.size_bytes for layer in stored.layers) < sum(layer.mlp.size_bytes for layer in expanded.layers)
 
 
 def test_float32_is_refused_on_a_gpu() -> None:
