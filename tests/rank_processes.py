@@ -18,7 +18,15 @@ from memopt.errors import MemoptError
 
 # One import of torch for all ranks of a test process.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "memopt.runtime.engine.engine", "memopt.runtime.parallel.distributed"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "memopt.runtime.engine.engine",
+        "memopt.runtime.parallel.distributed",
+        "memopt.compressor.api",
+        "memopt.compressor.calibrate.calibrate_model",
+    ]
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,3 +99,18 @@ def prompt_of(length: int, first: int = 1) -> list[int]:
 def greedy(max_tokens: int) -> SamplingParams:
     """The likeliest tokens, the model's end among them."""
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def wait_until_offered(pair: Stages, *names: str) -> None:
+    """Step the prefill stage until it has offered all of these."""
+    while not all("offered" in pair.states(name) for name in names):
+        pair.step_prefill()
+
+
+def wait_until_taken(pair: Stages, *names: str) -> None:
+    """Step both stages until the decode stage has taken all of these."""
+    end = time.monotonic() + 10
+    while not all("taken" in pair.states(name) for name in names):
+        assert time.monotonic() < end
+        pair.step_prefill()
+        pair.step_decode()

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from memopt.kernels.kv_formats import KV_FORMATS, KvFormatName
+from memopt.kernels.kv_formats import KvFormatName, kv_format
 from memopt.runtime.kv.kv_scales import UNIT_KV_SCALES, KvScales, LayerScales
+from memopt.runtime.model.model_config import GqaConfig, MlaConfig
 
 # Makes the scales of a case from the calibrated ones.
 ScaleRule = Callable[[KvScales], KvScales]
@@ -49,12 +50,14 @@ class CacheCase:
     """One line of the tables. `rule`: of formats with scales of a layer.
 
     `loses_scales`: after the first turn the engine reads and writes under unit scales what it wrote under the others.
+    `has_exact_indexer`: DSA's indexer keys are float32, as no engine has them, instead of FP8.
     """
 
     name: str
     kv_cache: KvFormatName
     rule: ScaleRule = unit
     loses_scales: bool = False
+    has_exact_indexer: bool = False
 
 
 # What the others are compared with.
@@ -62,6 +65,7 @@ BASE = CacheCase("bf16", "bf16")
 CASES: tuple[CacheCase, ...] = (
     BASE,
     CacheCase("fp32", "fp32"),
+    CacheCase("bf16, indexer keys fp32", "bf16", has_exact_indexer=True),
     CacheCase("fp8_ds_mla", "fp8_ds_mla"),
     CacheCase("fp8_e4m3, calibrated", "fp8_e4m3", calibrated),
     CacheCase("fp8_e4m3, unit", "fp8_e4m3"),
@@ -72,9 +76,15 @@ CASES: tuple[CacheCase, ...] = (
 )
 
 
-def cases_for(*, is_mla: bool) -> tuple[CacheCase, ...]:
-    """Those whose format holds the model's keys and values."""
-    return tuple(case for case in CASES if is_mla or case.kv_cache not in KV_FORMATS or KV_FORMATS[case.kv_cache].has_gqa)
+def cases_for(attention: MlaConfig | GqaConfig) -> tuple[CacheCase, ...]:
+    """Those that a model with this attention can have."""
+    is_mla = isinstance(attention, MlaConfig)
+    has_indexer = isinstance(attention, MlaConfig) and attention.indexer is not None
+    return tuple(
+        case
+        for case in CASES
+        if (is_mla or kv_format(case.kv_cache).has_gqa) and (has_indexer or not case.has_exact_indexer)
+    )
 
 
 def with_own_memory(scales: KvScales) -> KvScales:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from benchmarks.kv_quality.proof_models import Document
 from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.admission import pages_for
 from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.engine_options import EngineOptions
-from memopt.runtime.engine.new_core import new_core
+from memopt.runtime.engine.new_core import PlacePools, new_core
 from memopt.runtime.engine.request import Request, RequestState
 from memopt.runtime.engine.sampling_params import SamplingParams
 from memopt.runtime.engine.verified_model import VerifiedModel
@@ -25,8 +26,6 @@ from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.model.decoder import Decoder
 from memopt.runtime.model.step_rows import StepRows
 from memopt.runtime.parallel.communicator import SingleRank
-
-Document = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class DifferentBitsError(RuntimeError):
 
 @dataclass
 class RowRecorder:
-    """Keeps what the decoder computes for `requests`, one a document. `is_repeatable`: a row always has the same bits."""
+    """Keeps what the decoder computes for `requests`, one a document. `is_repeatable`: rows must not change."""
 
     rows: HiddenRows
     requests: Sequence[Request] = ()
@@ -83,8 +82,12 @@ class RowRecorder:
         first_pages = {request.pages[0].page: number for number, request in enumerate(self.requests) if request.pages}
         documents = torch.tensor([first_pages[page] for page in rows.block_table[:, 0].tolist()])
         num_prompt_rows = rows.num_prefill_rows
-        self._keep(self.rows.prompt, documents[:num_prompt_rows], rows.positions[:num_prompt_rows], hidden[:num_prompt_rows])
-        self._keep(self.rows.answer, documents[num_prompt_rows:], rows.positions[num_prompt_rows:], hidden[num_prompt_rows:])
+        self._keep(
+            self.rows.prompt, documents[:num_prompt_rows], rows.positions[:num_prompt_rows], hidden[:num_prompt_rows]
+        )
+        self._keep(
+            self.rows.answer, documents[num_prompt_rows:], rows.positions[num_prompt_rows:], hidden[num_prompt_rows:]
+        )
 
     def _keep(self, kept: Tensor, documents: Tensor, positions: Tensor, hidden: Tensor) -> None:
         before = kept[documents, positions]
@@ -116,12 +119,14 @@ def forced_run(
     documents: Sequence[Document],
     plan: TurnPlan,
     *,
+    place: PlacePools | None = None,
     after_first_turn: Callable[[EngineCore], None] | None = None,
 ) -> HiddenRows:
     """All documents at once, turn by turn, through one engine in float32.
 
-    `documents`: of `plan.ends[-1]` tokens or more, with different first pages. `after_first_turn` may spoil the
-    engine. Raises RuntimeError when a request did not run as it should, DifferentBitsError when bits changed.
+    `documents`: of `plan.ends[-1]` tokens or more, with different first pages. `place` may give other pools, and
+    `after_first_turn` spoil the engine. Raises RuntimeError when a request did not run as it should,
+    DifferentBitsError when a row was computed again with other bits.
     """
     options = EngineOptions(
         dtype="float32",
@@ -137,7 +142,7 @@ def forced_run(
     recorder = RowRecorder(HiddenRows.empty(len(documents), plan.ends[-1], config.hidden_size))
     parts = {part.name: getattr(model.decoder, part.name) for part in fields(Decoder)}
     recording = RecordingDecoder(**parts, recorder=recorder)
-    core = new_core(replace(model, decoder=recording, scales=scales), options, SingleRank())
+    core = new_core(replace(model, decoder=recording, scales=scales), options, SingleRank(), place=place)
     params = SamplingParams(max_tokens=plan.answer_tokens, ignore_eos=True)
     for turn in range(len(plan.ends)):
         if turn == 1 and after_first_turn is not None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kv_quality.main [--models tiny-glm5 smollm2] [--processes 2] [--write docs/kv-quality.md]
 
-Two models, as signed INT4 releases, read documents that they never saw, in turns of one conversation: each turn's prompt
-goes on where the turn before ended, over its cached pages, and its answer is forced to be the document's own tokens.
+Two models, as signed INT4 releases, read documents that they never saw, in turns of one conversation: each turn's
+prompt goes on where the one before ended, over its cached pages, and its answer is forced to be the document's tokens.
 Computed in float32, in which one shot, chunks and turns must agree to the bit, or the run ends with an error. So all
 differences are the cache's. No random number is used. SmolLM2 needs three packages of PyPI (build/smollm2 keeps them).
 """
@@ -27,9 +27,9 @@ from memopt.errors import MemoptError
 ENDS = (256, 1024, 4096)
 # 32 of an answer's tokens are computed as decode rows; prompts then do not end with a page.
 ANSWER_TOKENS = 33
-TURNS = TurnPlan(ENDS, ANSWER_TOKENS, chunk_rows=320, reuses_pages=True)
+TURNS = TurnPlan(ENDS, ANSWER_TOKENS, chunk_rows=448, reuses_pages=True)
 # In other modes SmolLM2 is run to the second turn only: all of it would take half of the time.
-MODELS: dict[str, tuple[Callable[[Path], ProofModel], MeasurePlan]] = {
+MODELS: dict[str, tuple[Callable[[Path, int], ProofModel], MeasurePlan]] = {
     "tiny-glm5": (tiny_glm5, MeasurePlan(TURNS, ENDS[-1])),
     "smollm2": (smollm2, MeasurePlan(TURNS, ENDS[1])),
 }
@@ -49,7 +49,7 @@ def main() -> None:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                result = measure(prepare(Path(scratch)), plan, arguments.processes)
+                result = measure(prepare(Path(scratch), plan.num_tokens), plan, arguments.processes)
             except MemoptError as problem:
                 sys.exit(f"{name}: {problem}")
         tables = markdown(result)

@@ -6,14 +6,13 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.kv_quality.cache_cases import BASE, CacheCase, cases_for, unit
+from benchmarks.kv_quality.cache_cases import BASE, CacheCase, unit
 from benchmarks.kv_quality.forced_run import TurnPlan
 from benchmarks.kv_quality.proof_models import ProofModel
 from benchmarks.kv_quality.scores import CaseScores
@@ -29,6 +28,11 @@ class MeasurePlan:
 
     turns: TurnPlan
     modes_end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a document needs: the last turn's, and the one that follows."""
+        return self.turns.ends[-1] + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,7 @@ def measure(proof: ProofModel, plan: MeasurePlan, num_processes: int) -> ModelRe
         ProcessPoolExecutor(num_processes, context, _start, (proof, plan.turns)) as pool,
     ):
         calibration = pool.submit(_calibrate)
-        is_mla, num_documents = pool.submit(_facts).result()
-        cases = cases_for(is_mla=is_mla)
+        cases = pool.submit(_cases).result()
         paths = {case: Path(name, f"{number}.pt") for number, case in enumerate(cases)}
         modes = {case.kv_cache: case for case in reversed(cases)}
         futures: dict[CacheCase, Future[int]] = {}
@@ -63,7 +66,7 @@ def measure(proof: ProofModel, plan: MeasurePlan, num_processes: int) -> ModelRe
         for future in futures.values():
             future.result()
         scores = [pool.submit(_score, case.name, paths[BASE], paths[case]) for case in cases]
-        return ModelResult(plan, num_documents, tuple(score.result() for score in scores), compared)
+        return ModelResult(plan, len(proof.documents), tuple(score.result() for score in scores), compared)
 
 
 def _start(proof: ProofModel, turns: TurnPlan) -> None:
@@ -71,8 +74,8 @@ def _start(proof: ProofModel, turns: TurnPlan) -> None:
     _WORKERS.append(load_worker(proof, turns))
 
 
-def _facts() -> tuple[bool, int]:
-    return _WORKERS[0].is_mla, len(_WORKERS[0].documents)
+def _cases() -> tuple[CacheCase, ...]:
+    return _WORKERS[0].cases
 
 
 def _calibrate() -> NamedScales:

@@ -1,19 +1,17 @@
-"""The same document in other modes: in one shot, and in chunks, without turns; and an engine that loses its scales."""
+"""The same document in other modes: in one shot, and in chunks, without turns."""
 
 from __future__ import annotations
 
 from benchmarks.kv_quality.forced_run import (
     DifferentBitsError,
-    Document,
     HiddenRows,
     TurnPlan,
     forced_run,
     same_bits,
 )
-from memopt.runtime.engine.engine_core import EngineCore
+from benchmarks.kv_quality.proof_models import Document
 from memopt.runtime.engine.verified_model import VerifiedModel
-from memopt.runtime.kv.kv_scales import UNIT_SCALE, KvScales
-from memopt.runtime.kv.layer_kv import MlaLayerKv
+from memopt.runtime.kv.kv_scales import KvScales
 
 # Not whole pages, and not the turns' chunks.
 CHUNK_ROWS = 200
@@ -46,12 +44,3 @@ def compare_modes(
                 )
             num_rows += len(is_same)
     return num_rows
-
-
-def lose_scales(core: EngineCore) -> None:
-    """From now on every layer stores and reads under unit scales, whatever is in the pages already."""
-    for layer in core.pools.layers:
-        scales = (layer.scale,) if isinstance(layer, MlaLayerKv) else (layer.k_scale, layer.v_scale)
-        for scale in scales:
-            if scale is not None:
-                scale.fill_(UNIT_SCALE)

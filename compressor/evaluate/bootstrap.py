@@ -36,7 +36,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Resampling:
-    """Draws of `num_units` units with replacement, `num_resamples` times, the same for the same seed (numpy's PCG64)."""
+    """`num_resamples` draws of `num_units` units with replacement, the same for the same seed (numpy's PCG64)."""
 
     num_units: int
     seed: int

@@ -33,9 +33,10 @@ MAX_POSITION_BINS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Which weights were measured. `kind`: "release"; "source", what the release was made from; or "checkpoint", another.
+    """Which weights were measured.
 
-    `name`: of its folder. `sha256` (hex): over the digests and names of a release's tensors, whatever its layout
+    `kind`: "release"; "source", the checkpoint that it was made from; or "checkpoint", another one. `name`: of its
+    folder. `sha256` (hex): over the digests and names of a release's tensors, whatever its layout
     (release_weights.py), or of the tensors that were read of a checkpoint.
     """
 
@@ -148,7 +149,7 @@ def measure_quality(
     kl = np.maximum(scores.kl, 0.0)
     figures = (
         kl,
-        scores.is_top1_same,
+        scores.is_top1_same.astype(np.float64),
         scores.base_surprise,
         scores.release_surprise,
         scores.release_surprise - scores.base_surprise,

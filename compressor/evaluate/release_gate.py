@@ -30,7 +30,7 @@ from memopt.manifests.strict_json import read_capped
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedRelease:
-    """What its folder says of a release that is measured: its recipe's gate, if it sets one, and its ledger's figures."""
+    """What a release that is measured says of itself: its recipe's gate, if it sets one, and its ledger's figures."""
 
     folder: Path
     gate: QualityGate | None
@@ -41,7 +41,7 @@ class EvaluatedRelease:
         return () if self.gate is None else check_gate(self.gate, quality)
 
     def write(self, quality: Quality) -> None:
-        """Write report.html, then quality.json; the gate is not enforced here: what failed can be read in the report."""
+        """Write report.html, then quality.json. The gate is not enforced: what failed can be read in the report."""
         report = render_report(quality, self.figures, self.checks(quality))
         for name, raw in ((REPORT_NAME, report), (QUALITY_NAME, render_quality(quality))):
             write_atomically(self.folder / name, raw, self.folder / f".{name}.partial")

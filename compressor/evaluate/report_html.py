@@ -149,7 +149,9 @@ def _coverage(ledger: LedgerFigures) -> str:
     num_experts = sum(entry.num_experts for entry in ledger.coverage)
     fallbacks = sum(entry.num_fallbacks for entry in ledger.coverage)
     plot = line_plot(Axes("Tokens an expert saw", "layer", "tokens", is_log=True), series)
-    return plot + _paragraph(f"{fallbacks:,} of {num_experts:,} experts have a weight that ended with a lesser method than the recipe asks for.")
+    return plot + _paragraph(
+        f"Of {num_experts:,} experts {fallbacks:,} have a weight of a lesser method than asked for."
+    )
 
 
 def _tasks(quality: Quality) -> str:

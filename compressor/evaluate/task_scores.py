@@ -60,7 +60,9 @@ def compare_tasks(base: Mapping[str, Any], release: Mapping[str, Any]) -> tuple[
     DataFileError for tasks that only one has, for another number of samples, or for a task without a metric known here:
     what cannot be compared must not pass a gate by being absent.
     """
-    names = {name: set(table["results"]) - _plain_groups(table) for name, table in (("base", base), ("release", release))}
+    names = {
+        name: set(table["results"]) - _plain_groups(table) for name, table in (("base", base), ("release", release))
+    }
     odd = sorted(names["base"] ^ names["release"])
     if odd:
         raise DataFileError(f"task {odd[0]} was run on one model only", remedy="run the same tasks on both")

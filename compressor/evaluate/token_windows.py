@@ -12,9 +12,7 @@ from memopt.errors import DataFileError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive tokens `ids` int64 [n] of document number `document` of the data file (from 0), from its token `start`
-    on.
-    """
+    """Consecutive tokens `ids` int64 [n] of the data file's document `document` (from 0), from its token `start` on."""
 
     document: int
     start: int

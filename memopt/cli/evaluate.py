@@ -94,7 +94,9 @@ def evaluate_command(
             device=where,
             scratch=_scratch(scratch),
         )
-        check_evaluation(Path(base), evaluated.folder, Path(data), options)
+        if task_options["tasks"]:
+            # Benchmarks on servers take hours, and come first.
+            check_evaluation(Path(base), evaluated.folder, Path(data), options)
         quality = evaluate_release(
             Path(base), evaluated.folder, Path(data), options, tasks=score_tasks(), on_progress=_progress(quiet=as_json)
         )

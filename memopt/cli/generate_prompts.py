@@ -16,7 +16,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # As Engine.submit takes them: a text, token ids, or messages.
 Prompt = str | list[int] | list[dict[str, str]]
 
-MAX_PROMPT_BYTES = 1 << 26
 STANDARD_INPUT = "-"
 
 
@@ -77,6 +76,8 @@ def gather_prompts(arguments: PromptArguments) -> list[Prompt]:
 
 
 def _file_text(name: str) -> str:
+    from memopt.runtime.text.tokenizer import MAX_PROMPT_BYTES
+
     try:
         if name == STANDARD_INPUT:
             raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)

@@ -150,17 +150,19 @@ class Engine:
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """All answers, in the order of the prompts. What becomes of other requests meanwhile, the next `step` tells."""
-        request_ids = [self.submit(prompt, params) for prompt in prompts]
-        answers = {request_id: self._answers[request_id] for request_id in request_ids}
+        answers: dict[int, _Answer] = {}
         try:
+            for prompt in prompts:
+                request_id = self.submit(prompt, params)
+                answers[request_id] = self._answers[request_id]
             while any(answer.finish_reason is None for answer in answers.values()):
                 self._step_for(set(answers))
         except BaseException:
             self._abandon(answers)
             raise
-        for request_id in request_ids:
+        for request_id in answers:
             del self._answers[request_id]
-        return [_completion(request_id, answers[request_id]) for request_id in request_ids]
+        return [_completion(request_id, answer) for request_id, answer in answers.items()]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text piece by piece, as it comes; the request is submitted at once, aborted when you stop."""

@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memopt.errors import ShapeError
+from memopt.errors import ShapeError, UnknownTensorError
 from memopt.runtime.model.model_config import GqaConfig, MlaConfig, ModelConfig
 
 # The names that vLLM reads (model_executor/layers/quantization/kv_cache.py).
-_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.([kv])_scale")
+_NAME = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.([kv])_scale")
 UNIT_SCALE = 1.0
 
 
@@ -60,11 +60,20 @@ class KvScaleFilter:
         self._found: dict[tuple[int, str], Tensor] = {}
 
     def rest(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All other tensors, in order. Raises ShapeError for a scale that does not fit or is not above 0."""
+        """All other tensors, in order. Raises ShapeError for a scale that does not fit or is not above 0,
+        UnknownTensorError for one of a layer that the model does not have.
+        """
+        num_layers = self._config.num_layers + self._config.num_mtp_layers
         for name, tensor in tensors:
             match = _NAME.fullmatch(name.removeprefix(self._config.name_prefix))
             if match is None:
                 yield name, tensor
+            elif int(match[1]) >= num_layers:
+                raise UnknownTensorError(
+                    f"the model has {num_layers} layers",
+                    tensor=name,
+                    remedy="check that config.json belongs to these weights",
+                )
             else:
                 self._found[int(match[1]), match[2]] = _checked(name, tensor, self._config)
 

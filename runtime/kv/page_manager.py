@@ -223,7 +223,7 @@ class PageManager:
         raise PageError(
             f"page {page} cannot be {action}: it is {self._states[page].name.lower()}, has {self._num_holders[page]} "
             f"holders and tag {self._tags[page]:#x}, and the caller holds it under tag {held.tag:#x}",
-            remedy="somebody frees pages twice; the engine must stop",
+            remedy="somebody gave the page back twice",
         )
 
     def _drop(self, page: int, step: int) -> None:

@@ -115,5 +115,5 @@ def _attempt(address: str, action: Callable[[], _Result]) -> _Result:
     except OSError as problem:
         raise MemoptIOError(
             f"{address}: {problem.strerror}",
-            remedy="choose another address, or remove the file of a stage that was killed"
+            remedy="choose another address, or remove the file of a stage that was killed",
         ) from None

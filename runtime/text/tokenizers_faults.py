@@ -13,7 +13,7 @@ _PANIC = "PanicException"
 
 @contextmanager
 def tokenizers_faults(file: str) -> Iterator[None]:
-    """Turn what the library raises, often Exception itself, and a panic of its Rust code, into MalformedError of `file`."""
+    """Turn what the library raises, often Exception itself, and a panic of its Rust code, into MalformedError."""
     try:
         yield
     except BaseException as problem:

@@ -18,7 +18,7 @@ from cli.invoke import invoke
         (("--base-url", "http://h/v1/completions"), "servers, or a limit, and no task to run"),
         (("--task-limit", "5"), "servers, or a limit, and no task to run"),
         (("--task", "a", "--base-url", "h:1", "--release-url", "http://h"), "'h:1' is no address"),
-        (("--task", "a", "--base-url", "http://h", "--release-url", "http://h,x"), "holds a comma"),
+        (("--task", "a", "--base-url", "http://h,x", "--release-url", "http://h"), "holds a comma"),
         (("--scratch", "/nowhere"), "has no release.json and ledger.jsonl"),
         (("--window", "1"), "1 is not in the range x>=2"),
         (("--kv-cache", "int3"), "'int3' is not one of"),

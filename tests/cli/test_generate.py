@@ -154,6 +154,13 @@ def test_formats_and_options(model: SignedModel, tmp_path: Path, options: tuple[
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.prom"]
 
 
+def test_metrics_that_cannot_be_written_cost_no_answer(model: SignedModel, tmp_path: Path, answer: dict) -> None:
+    nowhere = ("--metrics", tmp_path / "nowhere" / "m", "--max-tokens", "12")
+    done = generate(model, "--prompt", PROMPT, "--prompt", PROMPT, *nowhere)
+    assert (done.code, done.stdout.count(answer["text"])) == (7, 2)
+    assert "nowhere" in done.refusal
+
+
 def test_nothing_is_generated_from_what_does_not_verify(model: SignedModel, tmp_path: Path) -> None:
     damaged = tmp_path / "release"
     shutil.copytree(model.folder, damaged)

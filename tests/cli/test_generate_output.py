@@ -12,8 +12,9 @@ from refusals import assert_refusal, refusal
 
 from memopt.cli.generate import generate_command, write_whole
 from memopt.cli.generate_output import failure_of, shown
-from memopt.cli.generate_prompts import MAX_PROMPT_BYTES, PromptArguments, gather_prompts
+from memopt.cli.generate_prompts import PromptArguments, gather_prompts
 from memopt.errors import CapacityError, ContentError, MemoptError, MemoptIOError, NonFiniteError, UsageError
+from memopt.runtime.text.tokenizer import MAX_PROMPT_BYTES
 
 
 def arguments(
@@ -53,7 +54,7 @@ def test_what_is_no_prompt(tmp_path: Path) -> None:
         gather_prompts(arguments(files=[str(tmp_path / "latin")]))
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MAX_PROMPT_BYTES + 1)
-    with refusal(UsageError, "large", "67,108,864"):
+    with refusal(UsageError, "large", "16,777,216"):
         gather_prompts(arguments(files=[str(tmp_path / "large")]))
 
 

@@ -2,49 +2,66 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
-from calibrated_runs import COVERAGE_TOKENS, NUM_SAMPLES, SAMPLE_TOKENS, experts, recipe, write_ids
-from cli.invoke import command, run_command
+import pytest
+from calibrated_runs import compress, experts, options, recipe, write_ids
+from rank_processes import Refusal, run_ranks, started_ranks
 
-from faults.small_source import FLAGS, make_small_source
+from faults.small_source import OPTIONS, make_small_source
 from faults.trees import tree
 from memopt.compressor.calibration_store import CALIBRATION_FOLDER
 from memopt.compressor.output_folder import STATE_FOLDER
+from memopt.errors import ContentError, PeerError
 
 POLL_SECONDS = 0.001
+GPTQ = recipe([experts("gptq")])
 
 
-def _kill_when(condition: Callable[[], bool], arguments: tuple[object, ...]) -> int:
-    child = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while child.poll() is None and not condition():
+def make_release(source: Path, out: Path, data: Path) -> int:
+    return compress(source, out, GPTQ, options(data), options=OPTIONS).num_units
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_small_source(tmp_path_factory.mktemp("source") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_ids(tmp_path_factory.mktemp("data") / "ids.safetensors")
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("expected") / "out"
+    make_release(source, out, data)
+    return out
+
+
+def store_of(out: Path) -> Path:
+    return out / STATE_FOLDER / CALIBRATION_FOLDER
+
+
+def _kill_when(condition: Callable[[], bool], *arguments: Path) -> bool:
+    """Start it in a process, kill that once `condition` holds; whether it was still running then."""
+    with started_ranks(1, make_release, *arguments) as ranks:
+        (process,) = ranks.processes
+        while process.is_alive() and not condition():
             time.sleep(POLL_SECONDS)
-    finally:
-        child.kill()
-    return child.wait(timeout=60)
+        process.kill()
+        process.join()
+        return bool(process.exitcode == -9)
 
 
-def test_kills_in_every_phase_leave_the_same_bytes_and_no_finished_layer_is_done_again(tmp_path: Path) -> None:
-    source = make_small_source(tmp_path / "source")
-    data = write_ids(tmp_path / "ids.safetensors")
-    form = tmp_path / "recipe.yaml"
-    form.write_text(yaml.safe_dump(recipe([experts("gptq")]).model_dump(mode="json", exclude_none=True)))
-    numbers = {"--samples": NUM_SAMPLES, "--seq-len": SAMPLE_TOKENS, "--coverage-tokens": COVERAGE_TOKENS}
-    flags = [text for pair in numbers.items() for text in map(str, pair)]
-
-    def arguments(out: Path) -> tuple[object, ...]:
-        more = ("--recipe", form, "--calibration", data, "--calibration-device", "cpu", *flags)
-        return ("compress", source, out, *FLAGS, *more)
-
-    expected, out = tmp_path / "expected", tmp_path / "out"
-    assert run_command(*arguments(expected)).code == 0
-    store = out / STATE_FOLDER / CALIBRATION_FOLDER
-    moments = {
+def test_kills_in_every_phase_leave_the_same_bytes_and_no_finished_layer_is_done_again(
+    source: Path, data: Path, expected: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    store = store_of(out)
+    moments: dict[str, Callable[[], bool]] = {
         "first rows": lambda: (store / "hidden-00000").exists(),
         "a layer is done": (store / "layer-00000.json").exists,
         "an MTP layer's part": lambda: any(store.glob("layer-00002.*.safetensors")),
@@ -52,11 +69,51 @@ def test_kills_in_every_phase_leave_the_same_bytes_and_no_finished_layer_is_done
     }
     done: dict[str, int] = {}
     for moment, condition in moments.items():
-        assert _kill_when(condition, arguments(out)) == -9, moment
+        assert _kill_when(condition, source, out, data), moment
         now = {path.name: path.stat().st_ino for path in store.glob("layer-*.json")}
         assert done.items() <= now.items(), f"a finished layer was done again before: {moment}"
         done = now
     assert len(done) == 3
-    assert run_command(*arguments(out)).code == 0
+    make_release(source, out, data)
     assert tree(out) == tree(expected)
-    assert not (out / STATE_FOLDER).exists()
+
+
+def test_a_part_that_was_changed_meanwhile_is_refused(source: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert _kill_when((store_of(out) / "layer-00001.json").exists, source, out, data)
+    (part,) = store_of(out).glob("layer-00001.*.safetensors")
+    raw = bytearray(part.read_bytes())
+    raw[-1] ^= 1
+    part.write_bytes(raw)
+    with pytest.raises(ContentError, match="changed after it was written"):
+        make_release(source, out, data)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_do_not_depend_on_the_number_of_ranks(
+    source: Path, data: Path, expected: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    out = tmp_path / "out"
+    num_units = run_ranks(num_ranks, make_release, source, out, data)
+    assert len(set(num_units)) == 1
+    assert tree(out) == tree(expected)
+    # A finished release is looked at by rank 0 alone.
+    assert run_ranks(2, make_release, source, out, data) == num_units[:2]
+    assert tree(out) == tree(expected)
+
+
+def test_a_rank_that_dies_ends_the_others_and_another_number_of_ranks_goes_on(
+    source: Path, data: Path, expected: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with started_ranks(3, make_release, source, out, data) as ranks:
+        while not (store_of(out) / "layer-00000.json").exists():
+            time.sleep(POLL_SECONDS)
+        ranks.processes[1].kill()
+        for rank in (0, 2):
+            refusal = ranks.result(rank)
+            assert isinstance(refusal, Refusal)
+            assert refusal.kind is PeerError
+            assert "another rank ended" in refusal.text
+    run_ranks(2, make_release, source, out, data)
+    assert tree(out) == tree(expected)

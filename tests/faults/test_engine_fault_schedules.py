@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from engine_page_faults import entry_outside_the_pool, lost_entry, row_of, stale_entry, stale_record, swap_entries
+from engine_page_faults import (
+    entry_outside_the_pool,
+    lost_entry,
+    padding_row,
+    row_of,
+    stale_entry,
+    stale_record,
+    swap_entries,
+)
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from page_faults import CountedTracker, force_free
@@ -21,6 +29,7 @@ from memopt.runtime.kv.prefix_index import prefix_namespace
 
 NUM_PAGES, MAX_REQUESTS, ANSWER_TOKENS = 18, 4, 12
 NUM_SCHEDULES = 100
+TENANTS = ("", "", "other")
 # Kinds 0 and 1 begin alike and share pages.
 PROMPTS = ([*range(1, 71)], [*range(1, 91)] * 2, [5] * 60, [7] * 130)
 ANSWERS = [expected_tokens(prompt, ANSWER_TOKENS) for prompt in PROMPTS]
@@ -84,8 +93,20 @@ def _record(core: EngineCore, one: Request, two: Request) -> None:
     tracker.has_wrong_record.add(one.request_id)
 
 
+def _free_once_more(core: EngineCore, one: Request, two: Request) -> None:
+    """A holder gives a page back and keeps it: it is free, or another holder's share of it is gone."""
+    held = one.pages[two.request_id % len(one.pages)]
+    if core.pages.manager.is_held(held):
+        core.pages.manager.release([held], core.num_steps)
+
+
+def _padding(core: EngineCore, one: Request, two: Request) -> None:
+    if len(core.scheduler.running) < MAX_REQUESTS:
+        padding_row(core)
+
+
 FAULTS: tuple[Callable[[EngineCore, Request, Request], None], ...] = (
-    _reallocate, _reallocate, _swap, _stale, _outside, _lost, _record,
+    _reallocate, _reallocate, _swap, _stale, _outside, _lost, _record, _free_once_more, _padding,
 )  # fmt: skip
 # What the model would follow off its own table.
 NEEDS_TAGS = {_outside}
@@ -109,15 +130,17 @@ def _run(name: str, events: list[tuple[int, int, int]], totals: Counter[str]) ->
     requests = []
     original = core.submit
 
-    def submit(*arguments: object) -> Request:
-        requests.append(original(*arguments))  # type: ignore[arg-type]
+    def submit(*arguments: object, **options: object) -> Request:
+        requests.append(original(*arguments, **options))  # type: ignore[arg-type]
         return requests[-1]
 
     core.submit = submit  # type: ignore[method-assign,assignment]
     for kind, a, b in events:
         running = [request for request in core.scheduler.running if request.pages]
         if kind <= 4:
-            core.submit(PROMPTS[a % len(PROMPTS)], greedy(ANSWER_TOKENS))
+            core.submit(PROMPTS[a % len(PROMPTS)], greedy(ANSWER_TOKENS), tenant=TENANTS[b % len(TENANTS)])
+        elif kind == 5 and b % 2 and requests:
+            core.abort(requests[a % len(requests)].request_id)
         elif kind > 5 and running:
             fault = FAULTS[kind - 6]
             if name == "tagged" or fault not in NEEDS_TAGS:
@@ -126,7 +149,11 @@ def _run(name: str, events: list[tuple[int, int, int]], totals: Counter[str]) ->
         core.step()
     while core.has_work:
         core.step()
+    # The index gives back what it still holds: then every page is free, or was lost to a fault.
+    core.pages._make_free(NUM_PAGES)
     core.pages.check()
+    manager = core.pages.manager
+    assert manager.num_free + manager.num_quarantined == manager.num_pages
     totals[f"{name} lost pages"] += core.pages.counts.num_lost_pages
     return tracker, requests
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from evaluate_scores import made_quality
 
 from memopt.cli.output import one_line
+from memopt.compressor.calibration_figures import CalibrationFigures
+from memopt.compressor.evaluate.calibration_data import read_token_data
+from memopt.compressor.evaluate.ledger_figures import ledger_figures
+from memopt.compressor.evaluate.quality_file import parse_quality, render_quality
+from memopt.compressor.evaluate.report_html import render_report
+from memopt.compressor.evaluate.task_scores import TaskScore
+from memopt.compressor.evaluate.token_windows import document_windows
 from memopt.errors import MemoptError
 from memopt.manifests.bundle import parse_bundle, render_bundle
 from memopt.manifests.chunk_file import parse_chunks
@@ -55,6 +66,7 @@ def _manifest() -> Manifest:
 
 
 MANIFEST = _manifest()
+_QUALITY = render_quality(made_quality(tasks=(TaskScore("gsm8k", "exact_match,none", 200, 71.5, 3.2, 70.9, 3.2),)))
 
 
 def _bundle(raw: bytes) -> None:
@@ -110,6 +122,40 @@ def _ledger(raw: bytes) -> None:
             raise AssertionError("the ranks do not hold the whole tensor")
 
 
+def _quality(raw: bytes) -> None:
+    if render_quality(parse_quality(raw)) != raw:
+        raise AssertionError("quality.json was accepted in another spelling")
+
+
+def _ledger_figures(raw: bytes) -> None:
+    figures = ledger_figures(iter(raw.split(b"\n")))
+    render_report(parse_quality(_QUALITY), figures)
+
+
+def _token_data(suffix: str) -> Callable[[bytes], None]:
+    def read(raw: bytes) -> None:
+        with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+            Path(file.name).write_bytes(raw)
+            data = read_token_data(Path(file.name), 256, lambda text: list(text.encode()))
+        if data.digest.num_tokens != sum(len(document) for document in data.documents):
+            raise AssertionError("tokens are lost")
+        if any(len(window.ids) < 2 for window in document_windows(data, 8)):
+            raise AssertionError("a window predicts nothing")
+
+    return read
+
+
+def _calibrated_line() -> bytes:
+    figures = CalibrationFigures(9, 0, "gptq", 0.01, 4.0, 2.0, 1.0, 8, 0, "").ledger_figures()
+    row = {"tensor": "model.layers.3.mlp.experts.0.up_proj.weight", "role": "routed_expert", "layer": 3}
+    return json.dumps(row | {"error": {"relative_mse": 0.01, **figures}}).encode()
+
+
+def _id_file() -> bytes:
+    header = render_header([TensorHeader("ids", "I32", (2, 3), 0, 24)], {})
+    return header + b"".join(number.to_bytes(4, "little") for number in (1, 2, 3, 250, 5, 6))
+
+
 def _ledger_line(cut: str, folder: str, shape: list[int], digests: list[str], **more: int) -> bytes:
     ranks = {"folder": folder, "cut": cut, "shape": shape, "data_offsets": [0, 16], "sha256": digests} | more
     place = {"file": "m.safetensors", "dtype": "I32", "shape": [4, 2], "data_offsets": [8, 40], "sha256": "ab" * 32}
@@ -151,6 +197,10 @@ def _seeds() -> dict[str, Parser]:
                 _ledger_line("expert", "ep2", [4, 2], ["ab" * 32], owner=1),
             ),
         ),
+        "quality": Parser(_quality, (_QUALITY,)),
+        "figures": Parser(_ledger_figures, (_calibrated_line(),)),
+        "text": Parser(_token_data(".jsonl"), (b'{"text": "some words"}\n', b'{"text": "a \\ud83d\\ude00", "id": 3}')),
+        "ids": Parser(_token_data(".safetensors"), (_id_file(),)),
         "policy": Parser(_policy, (json.dumps(policy | limits).encode(), json.dumps(policy).encode())),
     }
 

@@ -19,6 +19,8 @@ _DICTIONARY = (
     *('"name"', '"digest"', '"sha256"', '"files"', '"path"', '"size_bytes"', '"ranks"', '"chunk_root"', '"keys"'),
     *('"dtype"', '"shape"', '"data_offsets"', '"weight_map"', '"__metadata__"', '"BF16"', '"F8_E4M3"', '"pem"'),
     *('"outputs"', '"cut"', '"folder"', '"owner"', '"rows"', '"columns"', '"expert"', '"tp2"', '"ep2"', '"file"'),
+    *('"text"', '"kl"', '"low"', '"high"', '"value"', '"format"', '"memopt.quality/1"', '"error"', '"relative_mse"'),
+    *('"tokens"', '"fallback"', '"layer"', '"role"', '"routed_expert"', '"I32"', '"I64"', "9.9e98", "1.234567e-03"),
     *("../", "1e400", "NaN", "9223372036854775808", "-1", "true", "null", "{}", "[]", '""', "0.5"),
 )
 

@@ -316,7 +316,9 @@ def test_a_release_that_was_compared_with_itself_is_not_signed(glm4: Path, tmp_p
 def test_figures_hold_for_rank_files_of_the_same_weights(tmp_path: Path) -> None:
     """GLM-5 in miniature: evaluated with hub files, signed without them."""
     save_file({"ids": torch.randint(0, 2048, (6, 12))}, tmp_path / "ids.safetensors")
-    (tmp_path / "r.yaml").write_text(RECIPE.format(gate="gate: {kl_max: 5}", scale="absmax").replace("glm4_moe", "glm_moe_dsa"))
+    (tmp_path / "r.yaml").write_text(
+        RECIPE.format(gate="gate: {kl_max: 5}", scale="absmax").replace("glm4_moe", "glm_moe_dsa")
+    )
     recipe = ("--recipe", tmp_path / "r.yaml", "--tp", "2")
     for name, layout in (("both", "both"), ("ranks", "tp")):
         assert invoke("compress", TINY_GLM5, tmp_path / name, *recipe, "--layout", layout).code == 0

@@ -151,6 +151,16 @@ def test_the_cache_is_as_large_as_asked(release: SignedModel) -> None:
         assert capacity.size_bytes <= 0.01 * 2**30
 
 
+def test_of_prompts_of_which_one_is_refused_none_runs(engine: Engine) -> None:
+    before = engine.metrics().performance.num_generated_tokens
+    with pytest.raises(UsageError, match="prompt is empty"):
+        engine.generate([PROMPT, []], SamplingParams(max_tokens=5))
+    assert not engine.has_work
+    assert engine.step() == []
+    engine.generate([PROMPT], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert engine.metrics().performance.num_generated_tokens == before + 5
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU"):

@@ -184,6 +184,13 @@ def test_half_a_character_is_refused() -> None:
         load().encode("a\ud800")
 
 
+def test_a_text_too_long_to_be_encoded_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt.runtime.text.tokenizer.MAX_PROMPT_BYTES", 10)
+    assert load().decode(load().encode("漢字x ab")) == "漢字x ab"
+    with refusal(UsageError, "11 bytes", "at most 10"):
+        load().encode("漢字x abc")
+
+
 def test_a_conversation_needs_a_template() -> None:
     with refusal(UsageError, "no chat template", "plain prompt"):
         load().encode_chat([{"role": "user", "content": "hi"}])

@@ -54,6 +54,13 @@ def test_the_head_weights_of_an_indexer_stay_float32() -> None:
     assert block.key_up.dtype == block.value_up.dtype == torch.bfloat16
 
 
+def test_ranks_compare_what_they_select_where_they_have_the_same_bits() -> None:
+    for compute, is_compared in (("float32", True), ("bfloat16", False)):
+        block = build_mla_attention(DSA.config, 0, tensors_of(DSA), LoadOptions(compute))  # type: ignore[arg-type]
+        assert block.indexer is not None
+        assert block.indexer.checks_ranks is is_compared
+
+
 @pytest.mark.parametrize(
     ("pair", "name", "rows", "columns"),
     [
