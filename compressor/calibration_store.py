@@ -32,6 +32,8 @@ from memopt.manifests.safetensors_header import read_header, render_header
 
 CALIBRATION_FOLDER = "calibration"
 _FIGURES_KEY = "figures"
+# Of a layer's record: scale by tensor name.
+KV_SCALES_KEY = "kv_scales"
 _RECORD = re.compile(r"layer-(\d{5})\.json")
 
 
@@ -52,6 +54,7 @@ class CalibrationStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._tensors: dict[str, StoredCodes] = {}
         self._figures: dict[str, CalibrationFigures] = {}
+        self._kv_scales: dict[str, float] = {}
 
     def part_path(self, layer: int, label: str) -> Path:
         """The file of a layer's part."""
@@ -101,8 +104,10 @@ class CalibrationStore:
         """Find the tensors of all finished layers, for `read_into` and `figures`."""
         for path in sorted(self.folder.iterdir()):
             if _RECORD.fullmatch(path.name):
-                for name in json.loads(path.read_bytes())["parts"]:
+                table = json.loads(path.read_bytes())
+                for name in table["parts"]:
                     self._open_part(self.folder / name)
+                self._kv_scales |= table["extra"].get(KV_SCALES_KEY, {})
 
     def open_part(self, layer: int, label: str) -> None:
         """Find the tensors of one part."""
@@ -121,6 +126,12 @@ class CalibrationStore:
         if found is None:
             raise MissingTensorError("calibration has no codes for it", tensor=weight)
         return found
+
+    def kv_scale(self, name: str) -> float:
+        """The scale of the KV cache with that name; MissingTensorError if it was not measured."""
+        if name not in self._kv_scales:
+            raise MissingTensorError("calibration has not measured it", tensor=name)
+        return self._kv_scales[name]
 
     def all_figures(self) -> Mapping[str, CalibrationFigures]:
         """By logical name, of everything that was opened."""

@@ -17,6 +17,7 @@ from memopt.compressor.checkpoint.small_files import SkippedFile
 from memopt.compressor.checkpoint.source_tensor import scan_source
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.text_config import parse_text_config
+from memopt.compressor.kv_scale_plan import with_kv_scales
 from memopt.compressor.ledger import ledger_line, ledger_row
 from memopt.compressor.lint import EngineNote, lint, raise_on_error
 from memopt.compressor.metadata_files import MetadataFile, MetadataSelection, missing_code, select_metadata
@@ -233,8 +234,8 @@ def build_plan(
     family = family_of(checkpoint.config)
     scan = scan_source(checkpoint, family, parse_text_config(checkpoint.config))
     raise_first(scan.problems)
-    tensors = plan_tensors(recipe, family.name, scan.tensors)
-    is_changed = any(plan.fate in {Fate.QUANTIZED, Fate.CONVERTED} for plan in tensors)
+    tensors = with_kv_scales(plan_tensors(recipe, family.name, scan.tensors), recipe)
+    is_changed = any(plan.fate in {Fate.QUANTIZED, Fate.CONVERTED, Fate.CALIBRATED} for plan in tensors)
     is_rewritten = is_changed or is_stale(checkpoint.config.quantization, tensors)
     quantization = build_quantization_config(tensors) if is_rewritten else checkpoint.config.quantization
     metadata = _select_metadata(checkpoint, options)

@@ -8,6 +8,7 @@ from typing import Any
 
 from memopt.compressor.checkpoint.source_tensor import SourceFormat
 from memopt.compressor.families.roles import Role, TensorSpec
+from memopt.compressor.kv_scale_plan import KV_CACHE_SCHEME
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.errors import RecipeError
 from memopt.kernels.layout import FP8_BLOCK_COLUMNS, INT4_BITS
@@ -147,6 +148,6 @@ def build_quantization_config(plans: tuple[TensorPlan, ...]) -> dict[str, Any] |
         "format": form,
         "config_groups": groups,
         "ignore": ignore,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": KV_CACHE_SCHEME if any(plan.source.spec.role is Role.KV_SCALE for plan in plans) else None,
         "quantization_status": "compressed",
     }

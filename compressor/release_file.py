@@ -59,6 +59,11 @@ def _source(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _kv_cache(plan: Plan) -> str:
+    choice = plan.recipe.kv_cache
+    return "chosen at run time" if choice is None else f"{choice.format}, {choice.scales} scales"
+
+
 def stages(plan: Plan) -> list[str]:
     """What the weights are meant for (docs/design.md, "Words"): INT4 for decode, FP8 or BF16 for prefill."""
     return ["decode" if any(tensor.is_int4 for tensor in plan.tensors) else "prefill"]
@@ -90,7 +95,7 @@ def render_release(
         "source": _source(plan),
         "recipe": plan.recipe.model_dump(mode="json"),
         "tool": {"memopt": __version__, **{name: metadata.version(name) for name in libraries}},
-        "formats": {"weights": _formats_by_role(plan), "kv_cache": "chosen at run time"},
+        "formats": {"weights": _formats_by_role(plan), "kv_cache": _kv_cache(plan)},
         "stages": stages(plan),
         "rounding": rounding_rule() if quantized_roles else None,
         **({} if calibration is None else {"calibration": calibration.table()}),

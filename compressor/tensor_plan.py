@@ -30,12 +30,14 @@ KEPT_SCALE_DTYPES = {"F32", "BF16"}
 
 
 class Fate(StrEnum):
-    """What becomes of a source tensor: exactly one of these."""
+    """What becomes of a source tensor, or where a tensor without one comes from: exactly one of these."""
 
     QUANTIZED = "quantized"
     CONVERTED = "converted"
     COPIED = "copied"
     DROPPED = "dropped"
+    # Made from calibration data; no source tensor becomes it.
+    CALIBRATED = "calibrated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class TensorPlan:
         """The stored form after the work, in words."""
         if self.fate is Fate.DROPPED:
             return "none"
+        if self.fate is Fate.CALIBRATED:
+            return self.outputs[0].dtype
         if self.int4 is not None:
             return f"int4 group {self.int4.group_size}"
         return "BF16" if self.fate is Fate.CONVERTED else self.source.description

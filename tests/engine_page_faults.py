@@ -15,8 +15,18 @@ from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.model_runner import Model
 from memopt.runtime.engine.request import Request
 from memopt.runtime.engine.step_plan import StepPlan
+from memopt.runtime.integrity.tagged_tracker import TaggedTracker
 from memopt.runtime.kv.layer_kv import DUMMY_PAGE, KvPools
 from memopt.runtime.model.step_rows import StepRows
+
+
+def work_as_on_a_gpu(core: EngineCore) -> None:
+    """The tables and tags of a new core are written by torch alone, and the host never knows what a check found."""
+    tracker, tables = core.pages.tracker, core.pages.tables
+    assert isinstance(tracker, TaggedTracker)
+    tracker._host_tags = None
+    tables._is_on_cpu = False
+    tables._targets = (tables.pages, tables.expected, tables.num_pages)
 
 
 def row_of(request: Request) -> int:

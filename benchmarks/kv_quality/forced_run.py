@@ -46,6 +46,11 @@ class TurnPlan:
         return self.ends[turn] - self.answer_tokens
 
 
+def is_in_turn(document: Document, end: int) -> bool:
+    """Whether a document has the tokens of a turn that ends at `end`, and one that follows."""
+    return len(document) > end
+
+
 @dataclass
 class HiddenRows:
     """Hidden states float32 [documents, tokens, hidden] before the final norm; NaN for rows that were not computed."""
@@ -124,9 +129,9 @@ def forced_run(
 ) -> HiddenRows:
     """All documents at once, turn by turn, through one engine in float32.
 
-    `documents`: of `plan.ends[-1]` tokens or more, with different first pages. `place` may give other pools, and
-    `after_first_turn` spoil the engine. Raises RuntimeError when a request did not run as it should,
-    DifferentBitsError when a row was computed again with other bits.
+    `documents`: the longest first, with different first pages; a turn takes those that go on behind its end. `place`
+    may give other pools, and `after_first_turn` spoil the engine. Raises RuntimeError when a request did not run as it
+    should, DifferentBitsError when a row was computed again with other bits.
     """
     options = EngineOptions(
         dtype="float32",
@@ -148,9 +153,10 @@ def forced_run(
         if turn == 1 and after_first_turn is not None:
             after_first_turn(core)
             recorder.is_repeatable = False
-        requests = [core.submit(document[: plan.prompt_tokens(turn)], params) for document in documents]
+        long_enough = [document for document in documents if is_in_turn(document, plan.ends[turn])]
+        requests = [core.submit(document[: plan.prompt_tokens(turn)], params) for document in long_enough]
         recorder.requests = requests
-        _run_turn(core, requests, documents)
+        _run_turn(core, requests, long_enough)
         _require_reuse(requests, plan, turn)
     core.pages.check()
     return recorder.rows

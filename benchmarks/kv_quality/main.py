@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.kv_quality.forced_run import TurnPlan
@@ -29,7 +29,7 @@ ENDS = (256, 1024, 4096)
 ANSWER_TOKENS = 33
 TURNS = TurnPlan(ENDS, ANSWER_TOKENS, chunk_rows=448, reuses_pages=True)
 # In other modes SmolLM2 is run to the second turn only: all of it would take half of the time.
-MODELS: dict[str, tuple[Callable[[Path, int], ProofModel], MeasurePlan]] = {
+MODELS: dict[str, tuple[Callable[[Path, Sequence[int]], ProofModel], MeasurePlan]] = {
     "tiny-glm5": (tiny_glm5, MeasurePlan(TURNS, ENDS[-1])),
     "smollm2": (smollm2, MeasurePlan(TURNS, ENDS[1])),
 }
@@ -49,7 +49,7 @@ def main() -> None:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                result = measure(prepare(Path(scratch), plan.num_tokens), plan, arguments.processes)
+                result = measure(prepare(Path(scratch), plan.turns.ends), plan, arguments.processes)
             except MemoptError as problem:
                 sys.exit(f"{name}: {problem}")
         tables = markdown(result)

@@ -29,18 +29,12 @@ class MeasurePlan:
     turns: TurnPlan
     modes_end: int
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that a document needs: the last turn's, and the one that follows."""
-        return self.turns.ends[-1] + 1
-
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
     """`cases`: the base first. `compared_rows`: format -> rows that came out with the same bits in all modes."""
 
     plan: MeasurePlan
-    num_documents: int
     cases: tuple[CaseScores, ...]
     compared_rows: dict[str, int]
 
@@ -66,7 +60,7 @@ def measure(proof: ProofModel, plan: MeasurePlan, num_processes: int) -> ModelRe
         for future in futures.values():
             future.result()
         scores = [pool.submit(_score, case.name, paths[BASE], paths[case]) for case in cases]
-        return ModelResult(plan, len(proof.documents), tuple(score.result() for score in scores), compared)
+        return ModelResult(plan, tuple(score.result() for score in scores), compared)
 
 
 def _start(proof: ProofModel, turns: TurnPlan) -> None:

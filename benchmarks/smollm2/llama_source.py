@@ -71,6 +71,12 @@ def parse_sizes(header: GgufHeader) -> LlamaSizes:
             raise UnsupportedError(f"{ARCHITECTURE}.{key} is {value!r}")
         return value
 
+    def figure(key: str) -> float:
+        value = table.get(f"{ARCHITECTURE}.{key}")
+        if type(value) not in (int, float):
+            raise UnsupportedError(f"{ARCHITECTURE}.{key} is {value!r}")
+        return float(value)
+
     sizes = LlamaSizes(
         vocab_size=of("vocab_size"),
         hidden_size=of("embedding_length"),
@@ -79,9 +85,9 @@ def parse_sizes(header: GgufHeader) -> LlamaSizes:
         num_heads=of("attention.head_count"),
         num_kv_heads=of("attention.head_count_kv"),
         max_tokens=of("context_length"),
-        rope_theta=float(table[f"{ARCHITECTURE}.rope.freq_base"]),
+        rope_theta=figure("rope.freq_base"),
         # Stored as float32: 9.999999747378752e-06 was 1e-5.
-        rms_norm_eps=float(f"{table[f'{ARCHITECTURE}.attention.layer_norm_rms_epsilon']:.6g}"),
+        rms_norm_eps=float(f"{figure('attention.layer_norm_rms_epsilon'):.6g}"),
     )
     if of("rope.dimension_count") != sizes.head_dim:
         raise UnsupportedError("rotary embedding of a part of the head")

@@ -100,5 +100,5 @@ class AttentionPass:
             num_layers=self._number + 1,
             num_kv_heads_here=config.attention.num_kv_heads if isinstance(config.attention, GqaConfig) else 1,
             device=self._run.load.device,
-            kv_range=kv_range,
+            kv_range=kv_range if self._run.kv_cache is not None else None,
         )

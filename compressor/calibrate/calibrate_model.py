@@ -19,6 +19,7 @@ from memopt.compressor.evaluate.evaluate_release import text_encoder
 from memopt.compressor.evaluate.stored_model import StoredModel
 from memopt.compressor.evaluate.token_windows import Window, packed_windows
 from memopt.compressor.evaluate.window_rows import batches
+from memopt.compressor.kv_scale_plan import brings_kv_scales
 from memopt.compressor.plan import Plan
 from memopt.errors import UsageError
 from memopt.kernels.calibration.float32_matmul import ieee_float32_matmul
@@ -67,6 +68,7 @@ def calibrate_model(
             ranks,
             stack.enter_context(ThreadPoolExecutor(num_threads, thread_name_prefix="memopt-calibrate")),
             num_threads,
+            plan.recipe.kv_cache if brings_kv_scales(plan.recipe) else None,
         )
         targets = layer_targets(plan.tensors, model.config.name_prefix)
         run_layers(run, targets, on_layer)

@@ -15,6 +15,7 @@ from memopt.compressor.calibration_options import MIN_COVERAGE_SHARE, Calibratio
 from memopt.compressor.calibration_store import CalibrationStore
 from memopt.compressor.evaluate.stored_model import StoredModel
 from memopt.compressor.evaluate.window_rows import WindowBatch
+from memopt.compressor.kv_cache_choice import KvCacheChoice
 from memopt.runtime.model.model_config import ModelConfig
 from memopt.runtime.parallel.communicator import Communicator
 from memopt.runtime.weights.load_options import LoadOptions
@@ -25,7 +26,10 @@ RESULTS_AHEAD = 1
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRun:
-    """`batches`: all samples; every rank has the same. `pool` has `num_workers` threads, each of one torch thread."""
+    """`batches`: all samples; every rank has the same. `pool` has `num_workers` threads, each of one torch thread.
+
+    `kv_cache`: where its scales are to be measured, else None.
+    """
 
     model: StoredModel
     options: CalibrationOptions
@@ -35,6 +39,7 @@ class CalibrationRun:
     communicator: Communicator
     pool: ThreadPoolExecutor
     num_workers: int
+    kv_cache: KvCacheChoice | None = None
 
     @property
     def config(self) -> ModelConfig:

@@ -14,9 +14,10 @@ import torch
 
 from memopt.compressor.calibrate.calibrate_layer import LayerRows, calibrate_layer
 from memopt.compressor.calibrate.calibration_run import CalibrationRun
+from memopt.compressor.calibrate.kv_scales import layer_kv_scales
 from memopt.compressor.calibrate.layer_targets import LayerTargets
 from memopt.compressor.calibrate.mtp_rows import mtp_windows, write_mtp_rows
-from memopt.compressor.calibration_store import remove_quietly
+from memopt.compressor.calibration_store import KV_SCALES_KEY, remove_quietly
 from memopt.compressor.evaluate.window_rows import batches
 from memopt.errors import ContentError, UnsupportedError
 from memopt.runtime.model.decoder_layer import DecoderLayer
@@ -66,10 +67,12 @@ def run_layers(run: CalibrationRun, targets: dict[int, LayerTargets], on_layer: 
 def _sequence(run: CalibrationRun, targets: dict[int, LayerTargets]) -> _Sequence:
     num_layers = run.config.num_layers
     last = max((layer for layer, found in targets.items() if found.is_calibrated), default=-1)
+    if run.kv_cache is not None:
+        last = num_layers + run.config.num_mtp_layers - 1
     if last > num_layers:
         raise UnsupportedError(
             f"layer {last} is a second MTP layer, which calibration does not run",
-            remedy="give its experts method rtn by a rule of their own",
+            remedy="give its experts method rtn by a rule of their own, and kv_cache scales: unit",
         )
     return _Sequence(min(last + 1, num_layers), last == num_layers)
 
@@ -97,9 +100,10 @@ def _run_layer(
             lambda count: run.rows(f"{prefix}selection-{number + 1:05d}", count, torch.int32),
         )
         done = calibrate_layer(run, number, layer, found, rows)
+    scales = {} if run.kv_cache is None else layer_kv_scales(run, number, done.ranges)
     run.barrier()
     if run.rank == 0:
-        extra: dict[str, Any] = {_COLUMNS_KEY: done.selection_columns}
+        extra: dict[str, Any] = {_COLUMNS_KEY: done.selection_columns, KV_SCALES_KEY: scales}
         run.store.finish_layer(number, done.labels, extra)
         for name in names:
             remove_quietly(run.store.folder / name)

@@ -34,6 +34,8 @@ class SourceFormat(StrEnum):
     FP8_CHANNEL = "fp8-channel"
     FP8_TENSOR = "fp8-tensor"
     INT4_PACKED = "int4-packed"
+    # What calibration measures.
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class SourceTensor:
     """One logical tensor of a checkpoint.
 
     `weight`: the elements (FP8 bytes, packed INT4 words, or plain). `scale`, `packed_shape`: its companions or None.
-    `block`: rows and columns that share one FP8 scale. `group_size`: weights that share one INT4 scale.
+    `block`: rows and columns that share one FP8 scale. `group_size`: weights that share one INT4 scale. A tensor that
+    no checkpoint stores (format NONE) has no parts.
     """
 
     spec: TensorSpec
@@ -54,6 +57,8 @@ class SourceTensor:
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
+        if self.format is SourceFormat.NONE:
+            return ()
         return tuple(part for part in (self.weight, self.scale, self.packed_shape) if part is not None)
 
     @property

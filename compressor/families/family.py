@@ -11,6 +11,7 @@ from memopt.compressor.families.blocks import LayerScope, gated_mlp, layer_norms
 from memopt.compressor.families.roles import Role, TensorSpec
 from memopt.compressor.families.text_config import TextConfig
 
+_KV_SCALE = re.compile(r".*\.layers\.(\d{1,6})\.self_attn\.[kv]_scale")
 _INV_FREQ = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -47,7 +48,10 @@ class Family(ABC):
                 yield from mtp_head(scope, c, has_own_embedding=self.mtp_has_own_embedding)
 
     def extra(self, name: str, shape: tuple[int, ...]) -> TensorSpec | None:
-        """The spec of a tensor that no config field fixes (a buffer, a vision tower), or None if it is unknown."""
+        """The spec of a tensor that no config field fixes (a buffer, a KV scale, a vision tower); None: unknown."""
         if _INV_FREQ.fullmatch(name):
             return TensorSpec(name, shape, Role.BUFFER)
+        kv_scale = _KV_SCALE.fullmatch(name)
+        if kv_scale is not None:
+            return TensorSpec(name, shape, Role.KV_SCALE, layer=int(kv_scale[1]))
         return None

@@ -26,6 +26,7 @@ class Role(StrEnum):
     MTP_HEAD = "mtp_head"
     VISION = "vision"
     BUFFER = "buffer"
+    KV_SCALE = "kv_scale"
 
 
 class TpAxis(StrEnum):

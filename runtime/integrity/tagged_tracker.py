@@ -77,9 +77,9 @@ class TaggedTracker:
             for page, tag in zip(pages, new_tags, strict=True):
                 self._host_tags[page] = tag
         else:
-            device = self.tags.device
-            places = torch.tensor(pages, dtype=torch.int64).to(device, non_blocking=True)
-            self.tags[places] = torch.arange(first, end, device=device)
+            host = torch.tensor([list(pages), list(new_tags)], dtype=torch.int64)
+            places, tags = host.to(self.tags.device, non_blocking=True).unbind(0)
+            self.tags[places] = tags
         return new_tags
 
     def tag_of(self, page: int) -> int:

@@ -23,6 +23,7 @@ from engine_page_faults import (
     stale_record,
     swap_entries,
     swap_own_entries,
+    work_as_on_a_gpu,
 )
 from signed_tiny_model import signed_tiny_model
 
@@ -108,9 +109,13 @@ def _prompt(number: int, num_tokens: int) -> list[int]:
     return torch.randint(3, 2000, (num_tokens,), generator=generator).tolist()
 
 
-def _run(decoder: Decoder, tracker: str, faults: set[str]) -> tuple[EngineCore, RecordedRun]:
+def _run(
+    decoder: Decoder, tracker: str, faults: set[str], *, is_as_on_a_gpu: bool = False
+) -> tuple[EngineCore, RecordedRun]:
     """One run of all requests; `faults` names those that are struck, after STEPS_BEFORE steps."""
     core, model = _core(decoder, tracker)
+    if is_as_on_a_gpu:
+        work_as_on_a_gpu(core)
     run = RecordedRun()
     params = SamplingParams(max_tokens=ANSWER_TOKENS)
     names = sorted((AFFECTED | UNAFFECTED) - {"sharing"})
@@ -165,11 +170,12 @@ def undisturbed(decoder: Decoder) -> RecordedRun:
     return run
 
 
+@pytest.mark.parametrize("is_as_on_a_gpu", [False, True])
 def test_tags_end_exactly_the_affected_requests(
-    decoder: Decoder, undisturbed: RecordedRun, caplog: pytest.LogCaptureFixture
+    decoder: Decoder, undisturbed: RecordedRun, is_as_on_a_gpu: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, logger="memopt.integrity")
-    core, run = _run(decoder, "tagged", AFFECTED | {"padding", "freed only"})
+    core, run = _run(decoder, "tagged", AFFECTED | {"padding", "freed only"}, is_as_on_a_gpu=is_as_on_a_gpu)
     assert {name for name, reason in run.reasons().items() if reason == "page_mismatch"} == AFFECTED
     for name in UNAFFECTED:
         assert run.reasons()[name] == "length"
@@ -214,8 +220,10 @@ def test_without_tags_the_same_faults_spoil_answers(decoder: Decoder, undisturbe
     assert core.metrics().integrity.num_checks == 0
 
 
-def test_tags_alone_change_no_bit(decoder: Decoder, undisturbed: RecordedRun) -> None:
-    core, run = _run(decoder, "tagged", set())
+@pytest.mark.parametrize("is_as_on_a_gpu", [False, True])
+def test_tags_alone_change_no_bit(decoder: Decoder, undisturbed: RecordedRun, is_as_on_a_gpu: bool) -> None:
+    """Nor does the masking that every step has where the host does not know that nobody is flagged."""
+    core, run = _run(decoder, "tagged", set(), is_as_on_a_gpu=is_as_on_a_gpu)
     assert run.logits == undisturbed.logits
     assert core.pages.counts == IntegrityCounts(core.num_steps, 0, 0)
 

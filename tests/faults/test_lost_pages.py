@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
+import torch
 from engine_page_faults import evict_shared, row_of
 from page_faults import force_free, give_out_last
 from page_reading_model import PageReadingModel, expected_tokens, generated, greedy, new_core
@@ -233,3 +234,25 @@ def test_tenants_of_equal_prompts_share_nothing_whatever_their_names() -> None:
         requests.append(core.submit(PROMPT[:70], greedy(2), tenant=tenant))
         _drain(core)
     assert [request.num_reused_tokens for request in requests] == [0] * len(tenants) + [64] * len(tenants)
+
+
+@pytest.mark.parametrize("reason", ["page_mismatch", "nonfinite"])
+def test_pages_of_a_request_that_went_wrong_are_not_reused(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were in the index since its prompt was computed: whoever asks the same computes it anew."""
+    core = _core("tagged", prefix_namespace=b"test")
+    struck = core.submit(PROMPT, greedy(4))
+    core.step()
+    index = core.pages.prefix_index
+    assert index is not None
+    assert index.num_pages == 2
+    if reason == "page_mismatch":
+        core.pages.tables.expected[row_of(struck), 2] += 1
+        core.step()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(PageReadingModel, "logits", lambda _, hidden: torch.full((len(hidden), 97), torch.nan))
+            core.step()
+    assert (struck.finish_reason, index.num_pages) == (reason, 0)
+    again = core.submit(PROMPT, greedy(4))
+    _drain(core)
+    assert (again.num_reused_tokens, generated(again)) == (0, expected_tokens(PROMPT, 4))

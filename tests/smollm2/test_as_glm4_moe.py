@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.smollm2.as_glm4_moe import ExpertSplit, glm4_moe_config, glm4_moe_weights
 from benchmarks.smollm2.check_function import glm4_moe_model, llama_model, log_probabilities
 from benchmarks.smollm2.llama_source import LlamaSource, read_llama, unpermuted
-from memopt.errors import AlignmentError, MissingTensorError, UnknownTensorError
+from memopt.errors import AlignmentError, MissingTensorError, UnknownTensorError, UnsupportedError
 
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -62,6 +62,12 @@ def test_a_split_that_is_not_exact_is_refused(source: LlamaSource) -> None:
 def test_the_rows_of_heads_come_back(heads: int, pairs: int, columns: int) -> None:
     weight = np.arange(heads * 2 * pairs * columns, dtype=np.float32).reshape(-1, columns)
     assert np.array_equal(unpermuted(permuted(weight, heads), heads), weight)
+
+
+def test_a_missing_figure_is_named(tmp_path: Path) -> None:
+    (tmp_path / "renamed.gguf").write_bytes(tiny_llama_bytes().replace(b"rope.freq_base", b"rope.freq_bass"))
+    with pytest.raises(UnsupportedError, match=r"llama\.rope\.freq_base is None"):
+        read_llama(tmp_path / "renamed.gguf")
 
 
 def test_a_missing_and_a_spare_tensor_are_named(tmp_path: Path) -> None:

@@ -60,6 +60,21 @@ def test_q4_1_is_ggmls_loop(scale: float, minimum: float, codes: bytes) -> None:
     assert found.tobytes() == np.array(low + high, np.float32).tobytes()
 
 
+@given(halves, st.lists(st.integers(-128, 127), min_size=32, max_size=32))
+@settings(deadline=None)
+def test_q8_0_is_ggmls_loop(scale: float, codes: list[int]) -> None:
+    # ggml-quants.c, dequantize_row_q8_0.
+    expected = np.array([np.float32(code) * np.float32(scale) for code in codes], np.float32)
+    found = decode(GgmlType.Q8_0, struct.pack("<e32b", scale, *codes), (1, 32))
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    with pytest.raises(TruncatedError, match=r"empty\.gguf: is empty"):
+        GgufFile(tmp_path / "empty.gguf")
+
+
 @given(st.integers(0, len(small_file()) - 1))
 @settings(deadline=None)
 def test_a_file_that_ends_early_is_refused(size: int) -> None:

@@ -176,7 +176,9 @@ def test_experts_without_enough_tokens_fall_back_and_the_budget_stops_the_releas
     # Two tokens of one sample cannot cover four experts with eight tokens each, forced ones included.
     ids = write_ids(tmp_path / "ids.safetensors", 2)
     asked = options(ids, num_samples=1, sample_tokens=2, coverage_tokens=16)
-    with pytest.raises(QualityGateError, match=r"fell back .* max_fallback allows 1.00%: .* \(too few tokens\)") as found:
+    with pytest.raises(
+        QualityGateError, match=r"fell back .* max_fallback allows 1.00%: .* \(too few tokens\)"
+    ) as found:
         compress(source, tmp_path / "out", GPTQ, asked)
     assert found.value.exit_code == 5
     assert not (tmp_path / "out" / "release.json").exists()

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers_attention import deepseek_pair, glm4_pair
 
-from memopt.errors import ShapeError
+from memopt.errors import ShapeError, UnknownTensorError
 from memopt.runtime.kv.kv_scales import KvScaleFilter, kv_scales_of
 from memopt.runtime.model.model_config import ModelConfig
 
-MLA, GQA = deepseek_pair().config, glm4_pair().config
+MLA = replace(deepseek_pair().config, num_layers=4, num_mtp_layers=0)
+GQA = replace(glm4_pair().config, num_layers=4, num_mtp_layers=1)
 
 
 def one(name: str, *values: float) -> tuple[str, torch.Tensor]:
@@ -75,3 +76,11 @@ def test_bf16_scales_are_widened() -> None:
 def test_refusals(config: ModelConfig, values: list[float], message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         kv_scales_of(config, [one("0.self_attn.k_scale", *values)])
+
+
+def test_scales_of_a_layer_that_is_not_there_are_refused() -> None:
+    assert float(kv_scales_of(GQA, [one("4.self_attn.v_scale", 2.0)]).of_layer(4).k) == 2.0  # the MTP layer
+    for config, layer in ((MLA, 4), (GQA, 5)):
+        name, scale = one(f"{layer}.self_attn.k_scale", 2.0)
+        with pytest.raises(UnknownTensorError, match=f"{name}: the model has {layer} layers"):
+            kv_scales_of(config, [(name, scale)])

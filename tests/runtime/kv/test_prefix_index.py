@@ -158,6 +158,20 @@ def test_pages_of_running_requests_stay() -> None:
     assert manager.num_free == manager.num_pages
 
 
+def test_what_a_page_in_use_follows_stays_though_nobody_uses_it() -> None:
+    """A request that computed its own copy of a known beginning holds only the page behind it."""
+    manager = _manager()
+    index = PrefixIndex(NAMESPACE, manager)
+    known = _insert(index, manager, _prompt(1, 2))
+    mine = manager.allocate(3)
+    assert mine is not None
+    assert index.insert(_prompt(1, 2, 3), mine) == 1
+    assert index.evict(10, step=0) == 0
+    assert _match(index, manager, _prompt(1, 2, 3, rest=1)) == [known[0].page, known[1].page, mine[2].page]
+    manager.release(mine, step=0)
+    assert index.evict(10, step=0) == 3
+
+
 def test_forgotten_pages_take_their_followers_along() -> None:
     manager = _manager()
     index = PrefixIndex(NAMESPACE, manager)

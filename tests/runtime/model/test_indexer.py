@@ -8,12 +8,12 @@ import pytest
 import torch
 from attention_steps import PagedSequences, Part
 from torch import Tensor
-from transformers_attention import AttentionPair, glm_dsa_pair, hidden_states
+from transformers_attention import AttentionPair, RoundedCache, glm_dsa_pair, hidden_states
 
 from memopt.errors import ContentError
 from memopt.kernels.kv_cache.kv_load import read_indexer_keys
 from memopt.kernels.kv_cache.kv_slots import slots_of_pages
-from memopt.kernels.kv_formats import BF16
+from memopt.kernels.kv_formats import BF16, FP32
 from memopt.runtime.kv.kv_pools import new_kv_pools
 from memopt.runtime.kv.layer_kv import MlaLayerKv
 from memopt.runtime.model.mla_attention import MlaAttention
@@ -76,6 +76,29 @@ def test_everything_is_kept_up_to_top_k_and_keys_are_stored(case: Case) -> None:
     chosen = case.selection(SingleRank(), [Part(0, TOP_K, TOP_K + 1, False)])
     assert chosen is not None
     assert chosen.positions.shape == (1, TOP_K)
+
+
+def test_stored_keys_are_those_of_transformers_however_small() -> None:
+    """Before their norm they are about as small as its epsilon."""
+    pair, hidden = glm_dsa_pair(TOP_K), hidden_states([TOKENS])[0]
+    with torch.no_grad():
+        pair.module.indexer.wk.weight.mul_(1e-3)
+    seen: list[Tensor] = []
+
+    def keep(key: Tensor) -> Tensor:
+        seen.append(key)
+        return key
+
+    pair.outputs(hidden, cache=RoundedCache(lambda latent, rope: (latent, rope), keep))
+    sequences = PagedSequences([hidden])
+    kv = new_kv_pools(pair.config, FP32, sequences.num_pages, num_layers=1, num_kv_heads_here=1).layers[0]
+    assert isinstance(kv, MlaLayerKv)
+    assert kv.indexer_pool is not None
+    sequences.run(pair.block(), kv, RotaryTable(pair.config.rope), [[Part(0, 0, TOKENS, True)]])
+    stored = read_indexer_keys(kv.indexer_pool, slots_of_pages(sequences.table[0], TOKENS))
+    size = seen[0].shape[2]
+    torch.testing.assert_close(stored[:, :size], seen[0][0], rtol=1e-5, atol=1e-5)
+    assert not bool(stored[:, size:].any())
 
 
 def test_short_rows_beside_long_ones_keep_everything(case: Case) -> None:
