@@ -117,6 +117,11 @@ def compress(
         # Rank 0 alone says how far it is.
         progress = download = None
     opened, built = _open_and_plan(source, Path(out), recipe, options, download, is_signed=bool(signers))
+    if calibration is not None and built.recipe.needs_calibration:
+        from memopt.compressor.calibrate.calibrate_model import require_calibratable
+
+        # While the output folder is still as it was.
+        require_calibratable(built, calibration)
     result = run_plan(
         built,
         Path(out),

@@ -50,7 +50,7 @@ _E4M3_VALUES = e4m3_values()
 
 
 def stored_values(
-    rows: npt.NDArray[np.uint8] | npt.NDArray[np.uint16],
+    rows: npt.NDArray,
     scale: npt.NDArray[np.float32] | None,
     block: tuple[int, int] | None,
 ) -> npt.NDArray[np.float32]:

@@ -12,7 +12,7 @@ from memopt.compressor.calibrate.attention_pass import AttentionPass
 from memopt.compressor.calibrate.calibration_run import CalibrationRun
 from memopt.compressor.calibrate.dense_stages import calibrate_stage
 from memopt.compressor.calibrate.expert_waves import ExpertCalibration
-from memopt.compressor.calibrate.layer_targets import NUM_ATTENTION_STAGES, LayerTargets
+from memopt.compressor.calibrate.layer_targets import NUM_ATTENTION_STAGES, DenseTarget, LayerTargets
 from memopt.compressor.calibrate.ordered_map import ordered_map
 from memopt.compressor.calibrate.row_file import RowFile
 from memopt.compressor.evaluate.window_rows import WindowBatch
@@ -93,7 +93,7 @@ def calibrate_layer(
     return CalibratedLayer(tuple(labels), tuple(attention.ranges), selection_columns)
 
 
-def _of_stage(targets: LayerTargets, stage: int) -> list:  # type: ignore[type-arg]
+def _of_stage(targets: LayerTargets, stage: int) -> list[DenseTarget]:
     return [target for target in targets.dense if target.stage == stage]
 
 

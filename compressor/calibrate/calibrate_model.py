@@ -24,6 +24,7 @@ from memopt.compressor.plan import Plan
 from memopt.errors import UsageError
 from memopt.kernels.calibration.float32_matmul import ieee_float32_matmul
 from memopt.kernels.calibration.one_thread import one_cpu_thread
+from memopt.runtime.model.config_file import parse_model_config
 from memopt.runtime.parallel.communicator import Communicator, SingleRank
 from memopt.runtime.weights.load_options import LoadOptions
 
@@ -73,6 +74,14 @@ def calibrate_model(
         targets = layer_targets(plan.tensors, model.config.name_prefix)
         run_layers(run, targets, on_layer)
     store.open()
+
+
+def require_calibratable(plan: Plan, options: CalibrationOptions) -> None:
+    """Raise what `calibrate_model` would raise for the data or the recipe, before anything is written."""
+    if plan.source.folder is not None:
+        layer_targets(plan.tensors, parse_model_config(plan.source.config.raw).name_prefix)
+        with StoredModel(plan.source.folder) as model:
+            _windows(model, plan.source.folder, options)
 
 
 def _windows(model: StoredModel, folder: Path, options: CalibrationOptions) -> list[Window]:

@@ -20,7 +20,15 @@ from memopt.compressor.calibrate.layer_targets import ExpertTarget
 from memopt.compressor.calibrate.module_statistics import ModuleStatistics, StatisticsCollector
 from memopt.compressor.calibrate.ordered_map import ordered_map
 from memopt.compressor.calibrate.row_file import RowFile
-from memopt.compressor.calibrate.solved_weights import SolvedWeight, loaded, round_plainly, solve, stored_parts
+from memopt.compressor.calibrate.solved_weights import (
+    SolvedWeight,
+    StoredPart,
+    loaded,
+    round_plainly,
+    solve,
+    stored_parts,
+)
+from memopt.compressor.calibration_figures import CalibrationFigures
 from memopt.compressor.evaluate.window_rows import WindowBatch
 from memopt.compressor.recipe import Int4Format
 from memopt.compressor.tensor_plan import TensorPlan
@@ -77,7 +85,8 @@ class ExpertCalibration:
             gate_up = self._solve_gate_up(wave)
             down = self._solve_down(wave, gate_up)
             pairs = zip(wave, gate_up, down, strict=True)
-            tensors, figures = [], {}
+            tensors: list[StoredPart] = []
+            figures: dict[str, CalibrationFigures] = {}
             for expert, first, second in pairs:
                 for solved, weights in ((first, self._target.gate_up[expert]), (second, (self._target.down[expert],))):
                     tensors += stored_parts(solved, weights)
@@ -211,7 +220,7 @@ class ExpertCalibration:
         count = min(LAYER_ROWS, self._run.num_rows)
         numbers = torch.arange(count) * self._run.num_rows // count
         collector = self._collector(self._attended.num_columns, form)
-        for part in numbers.split(self._run.options.batch_tokens):
+        for part in torch.split(numbers, self._run.options.batch_tokens):
             collector.add(self._normed(self._attended.read_rows(part)).to(torch.bfloat16))
         return collector.finish()
 

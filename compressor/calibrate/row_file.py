@@ -36,7 +36,7 @@ class RowFile:
     def read(self, first: int, count: int) -> Tensor:
         """Rows [count, num_columns] from `first` on. TruncatedError for rows that were not written, MemoptIOError."""
         rows = torch.empty(count, self.num_columns, dtype=self.dtype)
-        view = memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        view = rows.view(torch.uint8).numpy().data.cast("B")
         position = first * self._row_bytes
         while view:
             try:
@@ -56,7 +56,7 @@ class RowFile:
     def write(self, first: int, rows: Tensor) -> None:
         """Put `rows` at row `first`. DiskFullError, MemoptIOError."""
         values = rows.to("cpu", self.dtype).contiguous()
-        view = memoryview(values.view(torch.uint8).numpy()).cast("B")
+        view = values.view(torch.uint8).numpy().data.cast("B")
         position = first * self._row_bytes
         try:
             while view:

@@ -24,6 +24,9 @@ from memopt.runtime.weights.linear_builder import int4_form
 from memopt.runtime.weights.linears import Int4Linear
 from memopt.runtime.weights.load_options import LoadOptions
 
+# A tensor that will be stored, and its bytes.
+StoredPart = tuple[OutputTensor, npt.NDArray[np.uint8]]
+
 
 @dataclass(frozen=True, slots=True)
 class SolvedWeight:
@@ -77,11 +80,9 @@ def round_plainly(weight: Tensor, form: Int4Format) -> SolvedWeight:
     return SolvedWeight(pack_int4(round_to_scale(weight, scale)), scale, form, None)
 
 
-def stored_parts(
-    solved: SolvedWeight, weights: Sequence[TensorPlan]
-) -> list[tuple[OutputTensor, npt.NDArray[np.uint8]]]:
+def stored_parts(solved: SolvedWeight, weights: Sequence[TensorPlan]) -> list[StoredPart]:
     """The stored tensors of `weights`, whose rows lie below each other in `solved`: packed words and scales."""
-    found: list[tuple[OutputTensor, npt.NDArray[np.uint8]]] = []
+    found: list[StoredPart] = []
     first = 0
     for plan in weights:
         rows = slice(first, first + plan.source.spec.shape[0])

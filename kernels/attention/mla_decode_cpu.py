@@ -1,16 +1,47 @@
-"""MLA decode on the CPU, dense and over selected tokens: float32 math on dequantized tiles."""
+"""MLA decode on the CPU, dense and over selected tokens: float32 math of mla_rows_cpu.py, a request at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from memopt.errors import UsageError
+from memopt.kernels import cpu_number, layout, row_values_cpu
+from memopt.kernels.attention import mla_rows_cpu
 from memopt.kernels.attention.attention_output import AttentionOutput, new_output
-from memopt.kernels.attention.row_slots_cpu import dense_row_slots, selected_row_slots
-from memopt.kernels.attention.softmax_cpu import RowSlots, attend_rows
-from memopt.kernels.kv_cache.kv_load import read_mla_tokens
-from memopt.kernels.kv_formats import KvFormat
-from memopt.kernels.layout import MLA_LATENT_SIZE
+from memopt.kernels.attention.mla_rows_cpu import attend_rows
+from memopt.kernels.compile_cache import compiled, source_digest
+from memopt.kernels.kv_cache import kv_rows_cpu
+from memopt.kernels.kv_cache.kv_offsets import flat_elements
+from memopt.kernels.kv_formats import FP8_DS_MLA, KvFormat
+from memopt.kernels.layout import (
+    DS_MLA_ROPE_OFFSET_BYTES,
+    DS_MLA_SCALE_GROUP,
+    DS_MLA_SCALES_OFFSET_BYTES,
+    MLA_LATENT_SIZE,
+)
+from memopt.kernels.row_arrays import row_array
+
+_SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, mla_rows_cpu)
+_ONE = np.ones(1, dtype=np.float32)
+
+
+@cache
+def _attend_entry() -> Callable[..., int]:
+    """`attend_rows`, compiled on first use; cpu_entry.py says why it closes over a digest of its sources."""
+    key = source_digest(*(str(module.__file__) for module in _SOURCES), __file__)
+
+    @compiled
+    def attend(*arguments: Any) -> Any:
+        key  # noqa: B018 - makes it a closure variable
+        return attend_rows(*arguments)
+
+    return attend
 
 
 def mla_decode(
@@ -26,9 +57,15 @@ def mla_decode(
     num_splits: int = 1,
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
-    """Arguments as for `mla_decode.mla_decode`; tiles are fixed, so `num_splits` changes nothing."""
-    rows = dense_row_slots(block_table, num_tokens)
-    return _attend(query_latent, query_rope, rows, pool, kv_format, scale, softmax_scale, out)
+    """Arguments as for `mla_decode.mla_decode`; a page's tokens are one tile, so `num_splits` changes nothing.
+
+    `query_latent` may have less than 512 elements and `query_rope` less than 64, where the pool holds zeros behind; so
+    has the output then. UsageError for a page that is not in the pool.
+    """
+    every = np.empty((query_latent.shape[0], 0), dtype=np.int32)
+    return _attend(
+        query_latent, query_rope, pool, block_table, num_tokens.numpy(), every, kv_format, scale, softmax_scale, out
+    )
 
 
 def sparse_mla_decode(
@@ -44,28 +81,55 @@ def sparse_mla_decode(
     num_splits: int = 1,
     out: AttentionOutput | None = None,
 ) -> AttentionOutput:
-    """Arguments as for `mla_decode.sparse_mla_decode`."""
-    rows = selected_row_slots(block_table, positions)
-    return _attend(query_latent, query_rope, rows, pool, kv_format, scale, softmax_scale, out)
+    """Arguments as for `mla_decode.sparse_mla_decode`, sizes and errors as above."""
+    if not positions.shape[1]:
+        positions = positions.new_full((positions.shape[0], 1), -1)
+    counts = np.zeros(query_latent.shape[0], dtype=np.int32)
+    return _attend(
+        query_latent, query_rope, pool, block_table, counts, positions.numpy(), kv_format, scale, softmax_scale, out
+    )
 
 
 def _attend(
     query_latent: Tensor,
     query_rope: Tensor,
-    rows: RowSlots,
     pool: Tensor,
+    block_table: Tensor,
+    num_tokens: Any,
+    positions: Any,
     kv_format: KvFormat,
     scale: Tensor | None,
     softmax_scale: float,
     out: AttentionOutput | None,
 ) -> AttentionOutput:
-    def read_slots(slots: Tensor) -> tuple[Tensor, Tensor]:
-        keys = read_mla_tokens(pool, slots, kv_format, scale)[:, None]
-        return keys, keys[..., :MLA_LATENT_SIZE]
-
-    result = new_output(query_latent, MLA_LATENT_SIZE) if out is None else out
-    query = torch.cat((query_latent, query_rope), dim=2)[:, None].to(torch.float32)
-    output, log_sum_exp = attend_rows(query, rows, read_slots, MLA_LATENT_SIZE, softmax_scale)
-    result.output.copy_(output[:, 0])
-    result.log_sum_exp.copy_(log_sum_exp[:, 0])
+    result = new_output(query_latent, query_latent.shape[2]) if out is None else out
+    bad = _attend_entry()(
+        row_array(query_latent), row_array(query_rope), *_pool_arrays(pool, kv_format, scale), pool.shape[0],
+        block_table.numpy(), num_tokens, positions, np.float32(softmax_scale), row_array(result.output),
+        result.log_sum_exp.numpy(),
+    )  # fmt: skip
+    if bad >= 0:
+        raise UsageError(
+            f"request {bad} needs a page that is past its block table {block_table[bad].tolist()}, or not one of the "
+            f"pool's {pool.shape[0]}",
+            remedy="run verify_page_tags on the table before attention reads it",
+        )
     return result
+
+
+def _pool_arrays(pool: Tensor, kv_format: KvFormat, scale: Tensor | None) -> tuple[Any, ...]:
+    """Latents, ropes, latent scales, rope scale and places, as `attend_rows` takes them."""
+    flat = flat_elements(pool)
+    page, token = pool.stride(0), pool.stride(1)
+    if kv_format is FP8_DS_MLA:
+        halves, floats = torch.bfloat16.itemsize, torch.float32.itemsize
+        places = (
+            page, token, page // halves, token // halves, DS_MLA_ROPE_OFFSET_BYTES // halves,
+            page // floats, token // floats, DS_MLA_SCALES_OFFSET_BYTES // floats, DS_MLA_SCALE_GROUP,
+        )  # fmt: skip
+        ropes, scales = flat.view(torch.bfloat16), flat.view(torch.float32)
+        return flat.numpy(), row_array(ropes), scales.numpy(), _ONE[0], places
+    places = (page, token, page, token, MLA_LATENT_SIZE, 0, 0, 0, MLA_LATENT_SIZE)
+    elements = row_array(flat)
+    scales = _ONE if scale is None else scale.view(1).numpy()
+    return elements, elements, scales, scales[0], places

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from memopt.kernels.gemm.gemv_cpu import is_single_row, row_matmul
 from memopt.kernels.layout import BITS_PER_BYTE, F32_BITS
 
 # MKL sums a row in another order for 1, 2 or 3 rows than for 16, but in one order at every place of a full tile
@@ -34,9 +35,12 @@ def padded_rows(x: Tensor) -> Tensor:
 def tiled_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """[M, N] = x [M, K] @ weight.T of a weight [N, K] of x's type; sums are float32 or better.
 
-    For float32 on the CPU a row's bits depend on that row and the weight alone. Else this is torch's product.
+    For float32 on the CPU a row's bits depend on that row and the weight alone. Else this is torch's product, but for
+    a single row on the CPU (gemv_cpu.py).
     """
     if not is_tiled(x):
+        if is_single_row(x, weight) and weight.is_contiguous():
+            return row_matmul(x, weight)
         return x @ weight.T
     missing = -x.shape[1] % _ALIGNMENT_COLUMNS
     if missing:

@@ -50,4 +50,9 @@ def indexer_offsets(pool: Tensor, slots: Tensor) -> GroupOffsets:
 
 def flat_bytes(pool: Tensor) -> Tensor:
     """A uint8 pool's bytes from its first page to its last, in one line, what lies between pages included."""
+    return flat_elements(pool)
+
+
+def flat_elements(pool: Tensor) -> Tensor:
+    """A pool's elements from its first page to its last, in one line, what lies between pages included."""
     return pool.as_strided(((pool.shape[0] - 1) * pool.stride(0) + pool[0].numel(),), (1,))

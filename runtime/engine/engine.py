@@ -6,41 +6,28 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import index
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
 
 from memopt.errors import UsageError
 from memopt.manifests.keys import PublicKey
 from memopt.manifests.policy import TrustPolicy
+from memopt.runtime.engine.answer import Answer
 from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.engine_options import DtypeChoice, EngineOptions
-from memopt.runtime.engine.events import Completion, FinishReason, TokenEvent
+from memopt.runtime.engine.events import Completion, TokenEvent
 from memopt.runtime.engine.leader_commands import Abortion, Command, Submission, exchange
 from memopt.runtime.engine.metrics import EngineMetrics
 from memopt.runtime.engine.new_core import new_core
+from memopt.runtime.engine.prompt import Prompt, require_prompts, require_tokenizer, token_ids_of
 from memopt.runtime.engine.sampling_params import SamplingParams
 from memopt.runtime.engine.verified_model import load_verified
 from memopt.runtime.parallel.communicator import Communicator
 from memopt.runtime.parallel.launch import communicator_from_environment
 from memopt.runtime.weights.load_options import WeightChoice
-
-# A text, token ids, or the messages of a conversation ({"role": ..., "content": ...}).
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What came of a request so far."""
-
-    num_prompt_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
 
 
 class Engine:
@@ -93,15 +80,15 @@ class Engine:
         self._communicator = communicator
         self._tokenizer = model.tokenizer
         self._no_tokenizer = model.no_tokenizer
+        self._commands: list[Command] = []
+        self._answers: dict[int, Answer] = {}
+        self._undelivered: deque[TokenEvent] = deque()
+        self._num_submitted = 0
         try:
             self._core: EngineCore | None = new_core(model, options, communicator)
         except BaseException:
             self.close()
             raise
-        self._commands: list[Command] = []
-        self._answers: dict[int, _Answer] = {}
-        self._undelivered: deque[TokenEvent] = deque()
-        self._num_submitted = 0
 
     @property
     def core(self) -> EngineCore:
@@ -113,7 +100,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._answers or self._undelivered)
+        return bool(self._undelivered) or self._is_step_due
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, tenant: str = "") -> int:
         """Queue a request and return its number; its tokens come from `step`.
@@ -122,20 +109,15 @@ class Engine:
         that cannot be read, CapacityError for one that this engine could never finish.
         """
         params = params or SamplingParams()
-        tokens = self._tokens_of(prompt)
-        self.core.require_room(tokens, params)
-        if params.stop and self._tokenizer is None:
-            raise self._no_text()
-        request_id = self._num_submitted
-        self._num_submitted += 1
-        self._commands.append(Submission(tuple(tokens), params, tenant))
-        self._answers[request_id] = _Answer(len(tokens))
-        return request_id
+        return self._submit(self._admitted(prompt, params), params, tenant)
 
     def step(self) -> list[TokenEvent]:
-        """One step of all running requests: the tokens that came, and the requests that ended."""
-        if any(answer.finish_reason is None for answer in self._answers.values()):
-            self._undelivered += self._step()
+        """One step of all running requests: the tokens that came, and the requests that ended.
+
+        `generate` and `stream` give out their own requests, of which nothing is told here.
+        """
+        if self._is_step_due:
+            self._step()
         events = list(self._undelivered)
         self._undelivered.clear()
         for event in events:
@@ -145,37 +127,44 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End a request before the next step, which tells of it; one that has ended already stays as it is."""
-        if request_id in self._answers:
+        answer = self._answers.get(request_id)
+        if answer is not None and not answer.is_finished:
             self._commands.append(Abortion(request_id))
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
-        """All answers, in the order of the prompts. What becomes of other requests meanwhile, the next `step` tells."""
-        answers: dict[int, _Answer] = {}
+        """All answers, in the order of the prompts. What becomes of other requests meanwhile, the next `step` tells.
+
+        Errors as for `submit`: of prompts of which one is refused, none runs.
+        """
+        require_prompts(prompts)
+        params = params or SamplingParams()
+        admitted = [self._admitted(prompt, params) for prompt in prompts]
+        request_ids = [self._submit(tokens, params, is_claimed=True) for tokens in admitted]
         try:
-            for prompt in prompts:
-                request_id = self.submit(prompt, params)
-                answers[request_id] = self._answers[request_id]
-            while any(answer.finish_reason is None for answer in answers.values()):
-                self._step_for(set(answers))
-        except BaseException:
-            self._abandon(answers)
-            raise
-        for request_id in answers:
-            del self._answers[request_id]
-        return [_completion(request_id, answer) for request_id, answer in answers.items()]
+            while not all(self._answers[request_id].is_finished for request_id in request_ids):
+                self._step()
+            return [self._answers[request_id].completion(request_id) for request_id in request_ids]
+        finally:
+            self._abandon(request_ids)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text piece by piece, as it comes; the request is submitted at once, aborted when you stop."""
-        request_id = self.submit(prompt, params)
-        return self._pieces(request_id, self._answers[request_id])
+        params = params or SamplingParams()
+        pieces = self._pieces(self._submit(self._admitted(prompt, params), params, is_claimed=True))
+        # Python ends a generator that was never begun without a word: begun here, it aborts its request in any case.
+        next(pieces)
+        return pieces
 
     def metrics(self) -> EngineMetrics:
         """Capacity, performance, integrity, reuse and speculation since the engine was made."""
         return self.core.metrics()
 
     def close(self) -> None:
-        """Give up model and cache; a second call does nothing."""
+        """Give up model, cache and all requests; a second call does nothing."""
         self._core = None
+        self._commands.clear()
+        self._answers.clear()
+        self._undelivered.clear()
         if self._tokenizer is not None:
             self._tokenizer.close()
 
@@ -187,75 +176,73 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _pieces(self, request_id: int, answer: _Answer) -> Iterator[str]:
-        try:
-            while answer.finish_reason is None:
-                for event in self._step_for({request_id}):
-                    if event.text:
-                        yield event.text
-        finally:
-            self._abandon({request_id: answer})
+    @property
+    def _is_step_due(self) -> bool:
+        """Whether a request is not finished, or one that nobody waits for is still to be ended."""
+        return bool(self._commands) or not all(answer.is_finished for answer in self._answers.values())
 
-    def _abandon(self, answers: Mapping[int, _Answer]) -> None:
+    def _admitted(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """A prompt's token ids; UsageError or CapacityError for a request that cannot be run."""
+        core = self.core
+        tokens = token_ids_of(prompt, self._tokenizer, self._no_tokenizer)
+        if params.stop:
+            require_tokenizer(self._tokenizer, self._no_tokenizer)
+        core.require_room(tokens, params)
+        return tokens
+
+    def _submit(
+        self, tokens: Sequence[int], params: SamplingParams, tenant: str = "", *, is_claimed: bool = False
+    ) -> int:
+        request_id = self._num_submitted
+        self._num_submitted += 1
+        self._commands.append(Submission(tuple(tokens), params, tenant))
+        self._answers[request_id] = Answer(len(tokens), time.monotonic(), is_claimed)
+        return request_id
+
+    def _pieces(self, request_id: int) -> Iterator[str]:
+        """Nothing first, then the pieces; whoever else steps, none is left out."""
+        answer = self._answers[request_id]
+        num_given = 0
+        try:
+            yield ""
+            while num_given < len(answer.pieces) or not answer.is_finished:
+                if num_given == len(answer.pieces):
+                    self._step()
+                    continue
+                num_given += 1
+                yield answer.pieces[num_given - 1]
+        finally:
+            self._abandon([request_id])
+
+    def _abandon(self, request_ids: Sequence[int]) -> None:
         """Nobody waits for these any more: end those that run, and tell nobody."""
-        for request_id, answer in answers.items():
-            if answer.finish_reason is None:
-                self.abort(request_id)
+        for request_id in request_ids:
+            self.abort(request_id)
             self._answers.pop(request_id, None)
 
-    def _step_for(self, request_ids: set[int]) -> list[TokenEvent]:
-        """One step; the events of these requests, those of others are kept for `step`."""
-        mine: list[TokenEvent] = []
-        for event in self._step():
-            (mine if event.request_id in request_ids else self._undelivered).append(event)
-        return mine
-
-    def _step(self) -> list[TokenEvent]:
+    def _step(self) -> None:
         """Apply what rank 0 was asked, compute one step, and note what came of it."""
         core = self.core
-        commands = exchange(self._commands, self._communicator)
-        self._commands.clear()
-        events = []
-        for command in commands:
+        asked, self._commands = self._commands, []
+        for command in exchange(asked, self._communicator):
             if isinstance(command, Submission):
-                text = None if self._tokenizer is None else self._tokenizer.answer_text(command.params.stop)
-                core.enqueue(command.prompt, command.params, tenant=command.tenant, text=text)
+                self._enqueue(core, command)
             elif (event := core.abort(command.request_id)) is not None:
-                events.append(event)
-        events += core.step()
-        return [event for event in events if self._note(event)]
+                self._note(event)
+        for event in core.step():
+            self._note(event)
 
-    def _note(self, event: TokenEvent) -> bool:
-        """Whether anybody waits for the event's request."""
+    def _enqueue(self, core: EngineCore, command: Submission) -> None:
+        text = None if self._tokenizer is None else self._tokenizer.answer_text(command.params.stop)
+        request = core.enqueue(command.prompt, command.params, tenant=command.tenant, text=text)
+        answer = self._answers.get(request.request_id)
+        if answer is not None:
+            request.submitted_seconds = answer.submitted_seconds
+
+    def _note(self, event: TokenEvent) -> None:
         answer = self._answers.get(event.request_id)
-        if answer is None:
-            return False
-        if event.token_id is not None:
-            answer.token_ids.append(event.token_id)
-        answer.text += event.text
-        answer.finish_reason = event.finish_reason
-        return True
-
-    def _tokens_of(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise self._no_text()
-            return self._tokenizer.encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            if self._tokenizer is None:
-                raise self._no_text()
-            return self._tokenizer.encode_chat(cast(Sequence[Mapping[str, Any]], prompt))
-        try:
-            return [index(cast(int, token)) for token in prompt]
-        except TypeError:
-            raise UsageError(
-                f"a prompt of {type(prompt[0]).__name__} values", remedy="pass a text, token ids, or messages"
-            ) from None
-
-    def _no_text(self) -> UsageError:
-        return UsageError(f"this release has no text: {self._no_tokenizer}", remedy="pass prompts as token ids")
-
-
-def _completion(request_id: int, answer: _Answer) -> Completion:
-    reason = answer.finish_reason or "abort"
-    return Completion(request_id, tuple(answer.token_ids), answer.text, reason, answer.num_prompt_tokens)
+        # Nobody waits for one that was abandoned.
+        if answer is not None:
+            answer.take(event)
+            if not answer.is_claimed:
+                self._undelivered.append(event)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from memopt.errors import UsageError
 from memopt.runtime.engine.sampling_params import SamplingParams
 from memopt.runtime.parallel.communicator import Communicator
 
@@ -33,10 +34,21 @@ Command = Submission | Abortion
 
 
 def exchange(commands: Sequence[Command], communicator: Communicator) -> list[Command]:
-    """Rank 0's commands, on every rank; all ranks call it before each step."""
+    """Rank 0's commands, on every rank; all ranks call it before each step.
+
+    Raises UsageError on a rank that was asked for other requests than rank 0 since the step before: it would take one
+    request's answer for another's. The group cannot go on; the other ranks learn of it when this one ends.
+    """
     if communicator.num_ranks == 1:
         return list(commands)
-    return parse_commands(communicator.bytes_from_first(render_commands(commands)))
+    firsts = parse_commands(communicator.bytes_from_first(render_commands(commands)))
+    if _submissions(commands) != _submissions(firsts):
+        raise UsageError(
+            f"rank {communicator.rank} was asked for {len(_submissions(commands))} new requests, which are not the"
+            f" {len(_submissions(firsts))} of rank 0",
+            remedy="submit the same prompts in the same order on every rank",
+        )
+    return firsts
 
 
 def render_commands(commands: Sequence[Command]) -> bytes:
@@ -54,3 +66,7 @@ def parse_commands(raw: bytes) -> list[Command]:
             params = SamplingParams(**{**fields["params"], "stop": tuple(fields["params"]["stop"])})
             commands.append(Submission(tuple(fields["prompt"]), params, fields["tenant"]))
     return commands
+
+
+def _submissions(commands: Sequence[Command]) -> list[Submission]:
+    return [command for command in commands if isinstance(command, Submission)]

@@ -25,6 +25,14 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "seed"):
+            if not isinstance(getattr(self, name), int):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy="use a whole number")
+        if isinstance(self.stop, str):
+            raise UsageError(
+                f"stop is the text {self.stop!r}, whose characters would end the answer", remedy="use a list"
+            )
+        object.__setattr__(self, "stop", tuple(self.stop))
         if self.max_tokens < 1:
             raise UsageError(f"max_tokens is {self.max_tokens}, but at least 1 token is generated")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

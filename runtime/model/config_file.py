@@ -7,7 +7,7 @@ from typing import Any
 
 from memopt.errors import ConfigError, UnsupportedError
 from memopt.kernels.attention.indexer_scores import MAX_HEADS
-from memopt.runtime.model.config_table import CONFIG_FILE, RopeTable, TextTable, parse_text_table
+from memopt.runtime.model.config_table import CONFIG_FILE, RopeTable, TextTable, parse_text_table, text_fields
 from memopt.runtime.model.config_variants import refuse_quantization, refuse_variants
 from memopt.runtime.model.model_config import (
     FamilyName,
@@ -29,7 +29,6 @@ FAMILIES: dict[str, FamilyName] = {
     "kimi_k25": "kimi_k25",
     "glm4_moe": "glm4_moe",
 }
-_TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 # Defaults of transformers' config classes where published files leave the field out.
 _GLM4_ROTARY_SHARE = 0.5
 # GLM's alone: DeepSeek's class assumes 8 groups of which 4, Kimi's files say 1, so that a missing field says nothing.
@@ -59,7 +58,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
             file=CONFIG_FILE,
             remedy="serve this model with vLLM or SGLang",
         )
-    fields = _text_fields(config, family)
+    fields = text_fields(config, family)
     if family in _FAMILIES_WITHOUT_GROUPS:
         fields = {**_ONE_GROUP, **{field: value for field, value in fields.items() if value is not None}}
     refuse_variants(fields, family, file=CONFIG_FILE)
@@ -94,25 +93,6 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         is_embedding_tied=table.tie_word_embeddings,
         eos_token_ids=_eos_token_ids(table),
     )
-
-
-def _text_fields(config: Mapping[str, Any], family: FamilyName) -> Mapping[str, Any]:
-    """The text model's own table: the file itself, or `text_config` of a vision model."""
-    if family != "kimi_k25":
-        if config.get("text_config") is not None:
-            raise UnsupportedError(f"{family} with a text_config is not a text model", file=CONFIG_FILE)
-        return config
-    nested = config.get("text_config")
-    if not isinstance(nested, Mapping):
-        raise ConfigError("text_config must be a table", file=CONFIG_FILE, remedy="complete config.json")
-    if nested.get("model_type") not in (None, *_TEXT_MODELS):
-        raise UnsupportedError(
-            f"the text model is {nested['model_type']!r}, not {' or '.join(_TEXT_MODELS)}",
-            file=CONFIG_FILE,
-            remedy="serve this model with vLLM or SGLang",
-        )
-    shared = {"eos_token_id": config.get("eos_token_id")}
-    return shared | {field: value for field, value in nested.items() if value is not None}
 
 
 def _check_sizes(table: TextTable) -> None:

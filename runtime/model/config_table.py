@@ -8,8 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memopt.errors import ConfigError, UnsupportedError
+from memopt.runtime.model.model_config import FamilyName
 
 CONFIG_FILE = "config.json"
+# What stands below kimi_k25.
+_TEXT_MODELS = ("kimi_k2", "deepseek_v3")
 
 Size = Annotated[int, Field(gt=0, le=2**31)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
@@ -94,6 +97,28 @@ class TextTable(BaseModel):
         if not isinstance(value, int):
             raise ConfigError(f"{field} is missing", file=CONFIG_FILE, remedy="complete config.json")
         return value
+
+
+def text_fields(config: Mapping[str, Any], family: FamilyName) -> Mapping[str, Any]:
+    """The text model's own table: the file itself, or `text_config` of Kimi K2.5, whose end tokens may stand above it.
+
+    ConfigError where it is missing, UnsupportedError around another model, or where there should be none.
+    """
+    if family != "kimi_k25":
+        if config.get("text_config") is not None:
+            raise UnsupportedError(f"{family} with a text_config is not a text model", file=CONFIG_FILE)
+        return config
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        raise ConfigError("text_config must be a table", file=CONFIG_FILE, remedy="complete config.json")
+    if nested.get("model_type") not in (None, *_TEXT_MODELS):
+        raise UnsupportedError(
+            f"the text model is {nested['model_type']!r}, not {' or '.join(_TEXT_MODELS)}",
+            file=CONFIG_FILE,
+            remedy="serve this model with vLLM or SGLang",
+        )
+    shared = {"eos_token_id": config.get("eos_token_id")}
+    return shared | {field: value for field, value in nested.items() if value is not None}
 
 
 def parse_text_table(table: Mapping[str, Any]) -> TextTable:

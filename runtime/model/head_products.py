@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memopt.kernels.gemm.gemv_cpu import is_single_row, row_head_matmul
 from memopt.kernels.gemm.row_tiles import ROW_TILE, is_tiled
 
 
@@ -15,6 +16,8 @@ def head_matmul(x: Tensor, weights: Tensor) -> Tensor:
     """
     num_rows, num_heads, _ = x.shape
     if not is_tiled(x):
+        if is_single_row(x, weights):
+            return row_head_matmul(x, weights)
         return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1).contiguous()
     product = x.new_empty(num_rows, num_heads, weights.shape[2])
     for first in range(0, num_rows, ROW_TILE):

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from memopt.errors import UsageError
 from memopt.kernels.attention.mla_decode import mla_decode, sparse_mla_decode
 from memopt.kernels.kv_cache.kv_store import mla_store
+from memopt.kernels.layer_rows import has_row_kernels, mla_keys_on_cpu
 from memopt.kernels.layout import MLA_LATENT_SIZE, MLA_ROPE_SIZE
 from memopt.runtime.kv.layer_kv import LayerKv, MlaLayerKv
 from memopt.runtime.model.head_products import head_matmul
@@ -97,15 +98,20 @@ class MlaAttention:
 
     def _store(self, x: Tensor, rows: StepRows, kv: MlaLayerKv, rope: tuple[Tensor, Tensor]) -> None:
         """Writes the rows' latents and ropes into the pages, padded to the kernels' sizes."""
-        latent, key_rope = torch.split(self.kv_a(x), [self.config.latent_size, self.config.rope_size], dim=1)
+        latent, key_rope = self._keys(self.kv_a(x), rope)
+        if kv.observer is not None:
+            parts = latent[:, : self.config.latent_size], key_rope[:, : self.config.rope_size]
+            kv.observer.observe(torch.cat(parts, dim=1)[:, None], None, rows.slots)
+        mla_store(latent, key_rope, kv.pool, rows.slots, kv.kv_format, kv.scale, kv.bad_slot)
+
+    def _keys(self, kv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Latents [R, 512] and ropes [R, 64] of kv_a_proj's rows: normed, turned, padded to the kernels' sizes."""
+        if has_row_kernels(kv) and kv.dtype == self.kv_norm.dtype:
+            return mla_keys_on_cpu(kv, self.kv_norm, LATENT_NORM_EPS, *rope, self.is_interleaved)
+        latent, key_rope = torch.split(kv, [self.config.latent_size, self.config.rope_size], dim=1)
         latent = rms_norm(latent, self.kv_norm, LATENT_NORM_EPS)
         key_rope = apply_rope(key_rope[:, None], *rope, self.is_interleaved)[:, 0]
-        if kv.observer is not None:
-            kv.observer.observe(torch.cat((latent, key_rope), dim=1)[:, None], None, rows.slots)
-        mla_store(
-            _padded(latent, MLA_LATENT_SIZE), _padded(key_rope, MLA_ROPE_SIZE), kv.pool, rows.slots, kv.kv_format,
-            kv.scale, kv.bad_slot,
-        )  # fmt: skip
+        return _padded(latent, MLA_LATENT_SIZE), _padded(key_rope, MLA_ROPE_SIZE)
 
     def _attend_decode_rows(
         self, query_nope: Tensor, query_rope: Tensor, rows: StepRows, kv: MlaLayerKv, selection: Selection | None

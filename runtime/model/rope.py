@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from memopt.kernels.layer_rows import has_row_kernels, rotate_on_cpu
 from memopt.runtime.model.model_config import RopeConfig, YarnConfig
 
 
@@ -29,6 +30,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Ten
     Interleaved pairs are (0, 1), (2, 3), ...; their results are laid out apart, all first elements and then all
     second ones, as transformers does (apply_rotary_pos_emb_interleave): queries and keys alike, so that products agree.
     """
+    if has_row_kernels(x):
+        return rotate_on_cpu(x, cos, sin, is_interleaved)
     values = x.to(torch.float32)
     first, second = (values[..., 0::2], values[..., 1::2]) if is_interleaved else values.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]

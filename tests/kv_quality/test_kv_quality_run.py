@@ -29,7 +29,7 @@ from memopt.runtime.kv.kv_scales import UNIT_KV_SCALES
 from memopt.runtime.model.step_rows import PrefillChunk, StepRows
 
 # The second turn is past the 256 tokens of DSA's selection.
-TURNS = TurnPlan((128, 320), answer_tokens=5, chunk_rows=96, reuses_pages=True)
+TURNS = TurnPlan((128, 272), answer_tokens=5, chunk_rows=96, reuses_pages=True)
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -68,7 +68,7 @@ def test_every_case_is_scored_in_every_turn(worker: Worker, scores: Mapping[str,
     assert worker.cases == CASES
     for case in scores.values():
         assert set(case.scores) == set(KINDS)
-        assert [score.num_tokens for score in case.scores[PROMPT]] == [2 * 123, 187]
+        assert [score.num_tokens for score in case.scores[PROMPT]] == [2 * 123, 139]
         assert [score.num_tokens for score in case.scores[ANSWER]] == [8, 4]
     assert all(score == (0, 1) for score in [(s.kl, s.top1) for s in scores["bf16"].scores[PROMPT]])
 
@@ -95,7 +95,7 @@ def test_formats_order_by_what_they_keep(scores: Mapping[str, CaseScores]) -> No
 
 @pytest.mark.parametrize("name", ["bf16", "fp32", "fp8_ds_mla", "fp8_e4m3, calibrated"])
 def test_modes_agree_to_the_bit(name: str, worker: Worker, scales: NamedScales, tmp_path: Path) -> None:
-    assert worker.record(BY_NAME[name], scales, tmp_path / "rows.pt", TURNS.ends[-1]) == 2 * (315 + 4)
+    assert worker.record(BY_NAME[name], scales, tmp_path / "rows.pt", TURNS.ends[-1]) == 2 * (267 + 4)
 
 
 def test_a_bit_that_differs_between_modes_ends_the_run(worker: Worker) -> None:

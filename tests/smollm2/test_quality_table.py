@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from gguf_files import tiny_llama_bytes
 
-import memopt
 from benchmarks.smollm2.as_glm4_moe import ExpertSplit
 from benchmarks.smollm2.llama_source import read_llama
 from benchmarks.smollm2.lossless_encoder import lossless_encoder

@@ -198,6 +198,24 @@ def test_a_quarantined_page_leaves_by_forget() -> None:
     assert manager.num_quarantined == 1
 
 
+@pytest.mark.parametrize("fault", ["quarantined", "freed", "somebody else's"])
+def test_a_page_that_is_not_sound_does_not_enter(fault: str) -> None:
+    """Nor what follows it; its request goes on."""
+    manager = _manager()
+    index = PrefixIndex(NAMESPACE, manager)
+    pages = manager.allocate(3) or ()
+    if fault == "quarantined":
+        manager.quarantine(pages[1].page)
+    else:
+        manager.release([pages[1]], step=0)
+        manager.retire(0)
+    if fault == "somebody else's":
+        (owner,) = manager.allocate(1) or ()
+        assert owner.page == pages[1].page
+    assert index.insert(_prompt(1, 2, 3), pages) == 1
+    assert list(index.held_pages) == [pages[0]]
+
+
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("found_by", ["match", "evict"])
 def test_an_entry_whose_page_was_freed_behind_its_back(found_by: str, is_taken: bool) -> None:
