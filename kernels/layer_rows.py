@@ -90,9 +90,12 @@ def rms_norm_on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rotate_on_cpu(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
-    """As runtime/model/rope.py `apply_rope`, for x that `has_row_kernels`, strided as it may be."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+def rotate_on_cpu(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, out_size: int | None = None) -> Tensor:
+    """As runtime/model/rope.py `apply_rope`, for x [R, heads, size] that `has_row_kernels`, strided as it may be.
+
+    What a head has behind the pairs of cos and sin stays; zeros follow up to `out_size`, if given.
+    """
+    out = torch.empty((*x.shape[:2], out_size or x.shape[2]), dtype=x.dtype)
     _rotate_entry()(row_array(x), cos.numpy(), sin.numpy(), is_interleaved, row_array(out))
     return out
 

@@ -52,10 +52,15 @@ def norm_rows(x, weight, eps, out):
 
 @njit(nogil=True, error_model="numpy")
 def rotate_heads(x, cos, sin, is_interleaved, out):
-    """Turns x [R, heads, S] into out [R, heads, S] by cos and sin [R, S / 2]."""
+    """Turns the first S of x [R, heads, K] by cos and sin [R, S / 2] into out [R, heads, N]; then the rest, then 0."""
+    turned = 2 * cos.shape[1]
     for r in range(x.shape[0]):
         for h in range(x.shape[1]):
             _rotate_row(x[r, h], cos[r], sin[r], is_interleaved, out[r, h])
+            for i in range(turned, x.shape[2]):
+                out[r, h, i] = x[r, h, i]
+            for i in range(x.shape[2], out.shape[2]):
+                out[r, h, i] = 0
 
 
 @njit(nogil=True, error_model="numpy")
@@ -73,7 +78,7 @@ def silu_mul_rows(gate_up, out):
 
 @njit(nogil=True, error_model="numpy")
 def key_rows(kv, weight, eps, cos, sin, is_interleaved, rope_offset, out):
-    """MLA's keys as a pool has them: kv [R, L + S] to out [R, .], its latent normed, its rope turned from `rope_offset`.
+    """MLA's keys as a pool has them: kv [R, L + S] to out [R, .], latent normed, rope turned, from `rope_offset`.
 
     What lies between and behind is set to 0.
     """

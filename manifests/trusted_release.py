@@ -89,8 +89,8 @@ class TrustedRelease:
 def read_signatures(root_fd: int) -> list[tuple[str, bytes]]:
     """(name, bytes) of every signature file at the top of a release, model.sig first.
 
-    Raises UnsignedError if there is none, BundleError if one is empty or a folder, LfsPointerError, LayoutError for a link,
-    MemoptIOError.
+    Raises UnsignedError if there is none, BundleError if one is empty or a folder, LfsPointerError, LayoutError for a
+    link, MemoptIOError.
     """
     try:
         names = sorted((name for name in os.listdir(root_fd) if is_signature_name(name)), key=_signature_order)

@@ -83,7 +83,7 @@ class OutputError(UsageError):
 
 
 class PageError(MemoptError):
-    """Who holds which KV page was told wrong: a page freed twice, shared or queried by somebody who does not hold it."""
+    """Who holds which KV page was told wrong: a page freed twice, or shared by somebody who does not hold it."""
 
     code = "MEMOPT_PAGE"
 

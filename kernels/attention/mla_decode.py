@@ -36,6 +36,7 @@ def mla_decode(
     softmax_scale: float,
     num_splits: int = 1,
     out: AttentionOutput | None = None,
+    is_checked: bool = False,
 ) -> AttentionOutput:
     """One query token a request over all of the request's tokens: output [B, H, 512] and log-sum-exp [B, H].
 
@@ -44,19 +45,23 @@ def mla_decode(
     a request's tokens is not read. `scale`: float32 scalar of the layer for fp8_e4m3, else None. `num_splits`: runs of
     pages that a request is cut into on a GPU, at places that its own length decides; 1 for the same bytes whatever the
     batch, the length of the other requests or the number of processors. `out`: where to write, else it is allocated.
+    `is_checked`: the caller vouches for types and shapes. On the CPU it may then give queries of less than 512 and 64
+    elements, where the pool holds zeros behind; so has the output. What would lie outside the pool is refused even so.
     Raises ShapeError, AlignmentError or UsageError for what does not fit; on the CPU also UsageError for a page that is
     not in the pool, which on a GPU counts as no tokens (page_tags finds it).
     """
-    _check_queries(query_latent, query_rope, pool, kv_format, scale)
-    require_block_table(block_table, num_tokens, query_latent)
-    require_splits(num_splits)
-    require_output(out, query_latent, MLA_LATENT_SIZE)
+    if not is_checked:
+        _check_queries(query_latent, query_rope, pool, kv_format, scale)
+        require_block_table(block_table, num_tokens, query_latent)
+        require_splits(num_splits)
+        require_output(out, query_latent, MLA_LATENT_SIZE)
+        if not pool.is_cuda:
+            require_pages(block_table, num_tokens, pool.shape[0])
     if pool.is_cuda:
         from memopt.kernels.attention import mla_decode_triton
 
         run = mla_decode_triton.mla_decode
     else:
-        require_pages(block_table, num_tokens, pool.shape[0])
         run = mla_decode_cpu.mla_decode
     return run(
         query_latent, query_rope, pool, block_table, num_tokens,
@@ -76,6 +81,7 @@ def sparse_mla_decode(
     softmax_scale: float,
     num_splits: int = 1,
     out: AttentionOutput | None = None,
+    is_checked: bool = False,
 ) -> AttentionOutput:
     """As `mla_decode`, over selected tokens only: `positions` int32 [B, k] of tokens in their sequence, -1 for none.
 
@@ -83,10 +89,11 @@ def sparse_mla_decode(
     `mla_decode`; on the CPU also UsageError for a position past the block table, which on a GPU
     counts as none.
     """
-    _check_queries(query_latent, query_rope, pool, kv_format, scale)
-    require_positions(positions, block_table, query_latent, pool.shape[0])
-    require_splits(num_splits)
-    require_output(out, query_latent, MLA_LATENT_SIZE)
+    if not is_checked:
+        _check_queries(query_latent, query_rope, pool, kv_format, scale)
+        require_positions(positions, block_table, query_latent, pool.shape[0])
+        require_splits(num_splits)
+        require_output(out, query_latent, MLA_LATENT_SIZE)
     if pool.is_cuda:
         from memopt.kernels.attention import mla_decode_triton
 

@@ -114,7 +114,7 @@ def attend_rows(
     query_latent, query_rope, latents, ropes, scales, rope_scale, places, num_pages, table, num_tokens, positions,
     softmax_scale, output, log_sum_exp,
 ):  # fmt: skip
-    """Output [B, H, L] and log_sum_exp [B, H] of queries [B, H, L] and [B, H, R]; the first request with a bad page, -1.
+    """Output [B, H, L] and log_sum_exp [B, H] of queries [B, H, L] and [B, H, R]; -1, or a request with a bad page.
 
     `latents`, `ropes`: a pool's elements in one line each (BF16 bits, float32 or e4m3 codes), `scales` float32 of runs
     of `group` latent elements; `places`: of each, elements from page to page, from token to token and before the first,

@@ -11,7 +11,7 @@ from memopt.kernels.gemm.int4_gemm_cpu import int4_gemm_cpu
 from memopt.kernels.gemm.int4_gemm_reference import int4_gemm_reference
 from memopt.kernels.gemm.int4_weight import Int4Weight
 from memopt.kernels.gemm.planar import PlanarWeight
-from memopt.kernels.gemm.torch_int4_weight import TorchInt4Weight, torch_int4_gemm
+from memopt.kernels.gemm.torch_int4_weight import TorchInt4Weight, torch_int4_gemm, torch_int4_product
 
 # The three forms of one weight: of the release, for the GPU kernels, for torch's CPU kernel.
 AnyInt4Weight = Int4Weight | PlanarWeight | TorchInt4Weight
@@ -49,6 +49,8 @@ def int4_gemm(x: Tensor, weight: AnyInt4Weight, out: Tensor | None = None) -> Te
     """
     check_form(x, weight, num_experts=None)
     require_tensor("x", x, (None, weight.num_columns), *float_types(x))
+    if out is None and isinstance(weight, TorchInt4Weight) and x.dtype == torch.bfloat16 and x.shape[0]:
+        return torch_int4_product(x, weight)
     if out is None:
         out = torch.empty(x.shape[0], weight.num_rows, dtype=x.dtype, device=x.device)
     require_tensor("out", out, (x.shape[0], weight.num_rows), x.dtype, like=x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class TorchInt4Weight:
     def device(self) -> torch.device:
         """The CPU."""
         return self.packed.device
+
+    @cached_property
+    def experts(self) -> tuple[TorchInt4Weight, ...]:
+        """The weights of a stack, as views."""
+        return tuple(self.expert(index) for index in range(self.packed.shape[0]))
 
     def expert(self, index: int) -> TorchInt4Weight:
         """One weight of a stack, as a view."""
@@ -91,7 +97,12 @@ def torch_int4_gemm(x: Tensor, weight: TorchInt4Weight, out: Tensor) -> Tensor:
 
     Checked by `int4_gemm`, which documents it.
     """
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        x.to(torch.bfloat16), weight.packed, weight.group_size, weight.scales_and_zeros
+    return out.copy_(torch_int4_product(x.to(torch.bfloat16), weight))
+
+
+def torch_int4_product(x: Tensor, weight: TorchInt4Weight) -> Tensor:
+    """[M, N], BF16, of x [M, K], BF16."""
+    product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x, weight.packed, weight.group_size, weight.scales_and_zeros
     )
-    return out.copy_(product)
+    return product

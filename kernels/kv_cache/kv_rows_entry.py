@@ -6,18 +6,32 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from memopt.kernels import cpu_number, layout
+from memopt.kernels import cpu_number, layout, row_values_cpu
 from memopt.kernels.compile_cache import compiled, source_digest
-from memopt.kernels.kv_cache import kv_rows_cpu
+from memopt.kernels.kv_cache import kv_plain_rows_cpu, kv_rows_cpu
+from memopt.kernels.kv_cache.kv_plain_rows_cpu import store_plain
 from memopt.kernels.kv_cache.kv_rows_cpu import load_grouped, load_scaled, store_grouped, store_scaled
 
-_SOURCES = (layout, cpu_number, kv_rows_cpu)
+_SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, kv_plain_rows_cpu)
 
 
 @cache
 def sources_key() -> str:
     """The digest that every entry closes over."""
     return source_digest(*(str(module.__file__) for module in _SOURCES), __file__)
+
+
+@cache
+def store_plain_entry() -> Callable[..., int]:
+    """`store_plain`, compiled."""
+    key = sources_key()
+
+    @compiled
+    def store(*arguments: Any) -> Any:
+        key  # noqa: B018 - makes it a closure variable
+        return store_plain(*arguments)
+
+    return store
 
 
 @cache

@@ -33,21 +33,25 @@ def mla_store(
     kv_format: KvFormat,
     scale: Tensor | None = None,
     bad_slot: Tensor | None = None,
+    *,
+    is_checked: bool = False,
 ) -> None:
     """Writes the latents and ropes of T new tokens into an MLA pool.
 
     `latent` [T, 512] and `rope` [T, 64]: bfloat16 or float32, rows may be strided. `pool`: kv_format.py. `slots` int64
     [T]. `scale`: float32 scalar of the layer for fp8_e4m3 (stored = value / scale), else None; fp8_ds_mla makes its own
     scales, amax / 448 over 128 latent elements. `bad_slot` int32 [1], set to 1 when a slot is past the pool, else left
-    alone: needed on a GPU. Raises ShapeError or AlignmentError for tensors that do not fit, UsageError for slots.
-    Source: vLLM csrc/cache_kernels.cu (concat_and_cache_mla, concat_and_cache_ds_mla_kernel).
+    alone: needed on a GPU. `is_checked`: the caller has run `check_slots` for the step and vouches for the rest, so
+    that a layer does not do it again. Raises ShapeError or AlignmentError for tensors that do not fit, UsageError for
+    slots. Source: vLLM csrc/cache_kernels.cu (concat_and_cache_mla, concat_and_cache_ds_mla_kernel).
     """
-    require_mla_pool(pool, kv_format)
     num_tokens = latent.shape[0] if latent.ndim else 0
-    _require_rows("latent", latent, (None, MLA_LATENT_SIZE), pool)
-    _require_rows("rope", rope, (num_tokens, MLA_ROPE_SIZE), pool, latent.dtype)
-    require_mla_scale(scale, kv_format, like=pool)
-    _require_slots(slots, num_tokens, pool, bad_slot)
+    if not is_checked:
+        require_mla_pool(pool, kv_format)
+        _require_rows("latent", latent, (None, MLA_LATENT_SIZE), pool)
+        _require_rows("rope", rope, (num_tokens, MLA_ROPE_SIZE), pool, latent.dtype)
+        require_mla_scale(scale, kv_format, like=pool)
+        _require_slots(slots, num_tokens, pool, bad_slot)
     if num_tokens == 0:
         return
     if pool.is_cuda:
@@ -96,15 +100,19 @@ def gqa_store(
         kv_store_cpu.gqa_store(key, value, key_pool, value_pool, slots, kv_format, k_scale, v_scale, bad_slot)
 
 
-def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | None = None) -> None:
+def indexer_store(
+    key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | None = None, *, is_checked: bool = False
+) -> None:
     """Writes the indexer keys of T new tokens into their pool: e4m3 with amax / 448 rounded up to a power of two.
 
-    `key` [T, 128]: bfloat16 or float32, rows may be strided. `pool` uint8 [P, 64 * 132]. `slots`, `bad_slot` and
-    errors as for `mla_store`. Source: vLLM csrc/cache_kernels.cu (indexer_k_quant_and_cache_kernel, use_ue8m0).
+    `key` [T, 128]: bfloat16 or float32, rows may be strided. `pool` uint8 [P, 64 * 132]. `slots`, `bad_slot`,
+    `is_checked` and errors as for `mla_store`. Source: vLLM csrc/cache_kernels.cu (indexer_k_quant_and_cache_kernel,
+    use_ue8m0).
     """
-    require_indexer_pool(pool)
-    _require_rows("key", key, (None, INDEXER_KEY_SIZE), pool)
-    _require_slots(slots, key.shape[0], pool, bad_slot)
+    if not is_checked:
+        require_indexer_pool(pool)
+        _require_rows("key", key, (None, INDEXER_KEY_SIZE), pool)
+        _require_slots(slots, key.shape[0], pool, bad_slot)
     if key.shape[0] == 0:
         return
     if pool.is_cuda:

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memopt.errors import UsageError
 from memopt.kernels.kv_cache.kv_format import float_indexer_keys, is_float_indexer_pool
 from memopt.kernels.kv_cache.kv_offsets import GroupOffsets, ds_mla_offsets, flat_bytes, indexer_offsets, row_offsets
-from memopt.kernels.kv_cache.kv_rows_entry import store_grouped_entry, store_scaled_entry
-from memopt.kernels.kv_cache.kv_slots import places
-from memopt.kernels.kv_cache.kv_store_reference import plain_values
+from memopt.kernels.kv_cache.kv_rows_entry import store_grouped_entry, store_plain_entry, store_scaled_entry
 from memopt.kernels.kv_formats import FP8_DS_MLA, KvFormat
 from memopt.kernels.layout import (
     DS_MLA_MIN_SCALE,
@@ -24,7 +23,9 @@ from memopt.kernels.layout import (
     INDEXER_KEY_SIZE,
     INDEXER_MIN_SCALE,
     MLA_LATENT_SIZE,
+    PAGE_TOKENS,
 )
+from memopt.kernels.row_arrays import row_array
 
 
 def mla_store(
@@ -80,9 +81,20 @@ def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | N
 
 
 def _store_plain(values: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """`rows`: the tokens' rows in a pool, bfloat16 or float32 [P, 64, ...]."""
-    tokens = (slots >= 0).nonzero()[:, 0]
-    rows[places(slots[tokens])] = plain_values(values[tokens], rows.dtype)
+    """`rows`: the tokens' rows in a pool, bfloat16 or float32 [P, 64, ...], each token's contiguous."""
+    page_stride, token_stride = rows.stride()[:2]
+    # One line from the first element to the last; a view of less than a token's row ends before the page does.
+    num_elements = (rows.shape[0] - 1) * page_stride + (PAGE_TOKENS - 1) * token_stride + rows[0, 0].numel()
+    bad = store_plain_entry()(
+        row_array(values.flatten(1)), slots.numpy(), rows.shape[0] * PAGE_TOKENS, page_stride, token_stride,
+        row_array(rows.as_strided((num_elements,), (1,))),
+    )  # fmt: skip
+    if bad >= 0:
+        raise UsageError(
+            f"slot {int(slots[bad])} of token {bad} is past the pool: {rows.shape[0]} pages have "
+            f"{rows.shape[0] * PAGE_TOKENS} slots",
+            remedy="check the block table against the pool's number of pages",
+        )
 
 
 def _store_scaled(values: Tensor, scales: Tensor, offsets: Tensor, pool: Tensor) -> None:

@@ -9,6 +9,9 @@ from memopt.errors import CapacityError, UsageError
 from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.sampling_params import SamplingParams
 
+# A prompt of one token, and one of an answer.
+MIN_TOKENS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -25,9 +28,9 @@ class EngineLimits:
     num_drafts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_step_tokens", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}, but at least 1 is needed")
+        for name, least in (("max_requests", 1), ("max_step_tokens", 1), ("max_tokens", MIN_TOKENS)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}, but at least {least} is needed")
         num_decode_rows = self.max_requests * (1 + self.num_drafts)
         if self.max_step_tokens <= num_decode_rows:
             raise UsageError(

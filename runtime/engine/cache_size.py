@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
+
 from memopt.errors import CapacityError, UsageError
 from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.admission import EngineLimits
@@ -40,3 +44,25 @@ def choose_num_pages(
             remedy="raise kv_cache_gib",
         )
     return chosen if kv_cache_gib is not None else min(chosen, limits.max_requests * limits.max_pages + 1)
+
+
+def require_memory(num_pages: int, token_bytes: int, memory_bytes: int) -> None:
+    """CapacityError when the pages are larger than the memory of the machine, or of its device.
+
+    An allocation that is too large need not fail: the kernel may end the process when pages are written, much later.
+    """
+    size_bytes = num_pages * token_bytes * PAGE_TOKENS
+    if size_bytes > memory_bytes:
+        raise CapacityError(
+            f"{num_pages:,} pages of {token_bytes * PAGE_TOKENS:,} bytes are {size_bytes / _GIB:,.1f} GiB, and do not"
+            f" fit into memory of {memory_bytes / _GIB:,.1f} GiB",
+            remedy="lower num_pages or kv_cache_gib",
+        )
+
+
+def memory_bytes_of(device: torch.device | str) -> int:
+    """All memory of a GPU, or of the machine."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

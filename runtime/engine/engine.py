@@ -116,7 +116,7 @@ class Engine:
 
         `generate` and `stream` give out their own requests, of which nothing is told here.
         """
-        if self._is_step_due:
+        if self._core is None or self._is_step_due:
             self._step()
         events = list(self._undelivered)
         self._undelivered.clear()

@@ -16,6 +16,9 @@ WEIGHT_CHOICES = ("released", "bf16")
 DTYPE_CHOICES = ("auto", "bfloat16", "float32")
 INTEGRITY_CHOICES = ("noop", "tagged")
 DEVICE_TYPES = ("cpu", "cuda")
+WHOLE_NUMBERS = ("tensor_parallel", "max_requests", "max_step_tokens")
+OPTIONAL_WHOLE_NUMBERS = ("num_pages", "max_tokens")
+SWITCHES = ("prefix_cache", "speculative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,17 @@ class EngineOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        for name in WHOLE_NUMBERS:
+            if not _is_whole(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy="use a whole number")
+        for name in OPTIONAL_WHOLE_NUMBERS:
+            if not (getattr(self, name) is None or _is_whole(getattr(self, name))):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy="use a whole number, or leave it out")
+        if not (self.kv_cache_gib is None or isinstance(self.kv_cache_gib, int | float)):
+            raise UsageError(f"kv_cache_gib is {self.kv_cache_gib!r}", remedy="use a number, or leave it out")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", remedy="use True or False")
         for name, value, choices in (
             ("weights", self.weights, WEIGHT_CHOICES),
             ("dtype", self.dtype, DTYPE_CHOICES),
@@ -60,10 +74,14 @@ class EngineOptions:
         return "float32" if self.dtype == "float32" else "bfloat16"
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _device_type(device: str) -> str:
     try:
         found = torch.device(device).type
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         found = ""
     if found not in DEVICE_TYPES:
         raise UsageError(f"device is {device!r}", remedy=f"use one of {', '.join(DEVICE_TYPES)}")

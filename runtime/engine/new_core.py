@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from memopt.errors import CapacityError, UsageError
 from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.admission import EngineLimits
-from memopt.runtime.engine.cache_size import choose_num_pages
+from memopt.runtime.engine.cache_size import choose_num_pages, memory_bytes_of, require_memory
 from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.engine_options import EngineOptions
 from memopt.runtime.engine.speculative import NUM_DRAFTS, mtp_drafter
@@ -44,6 +45,9 @@ def new_core(
     num_kv_heads_here = max(num_kv_heads // communicator.num_ranks, 1)
     token_bytes = kv_token_bytes(config, options.kv_format, num_layers=num_layers, num_kv_heads_here=num_kv_heads_here)
     num_pages = choose_num_pages(token_bytes, limits, num_pages=options.num_pages, kv_cache_gib=options.kv_cache_gib)
+    require_memory(num_pages, token_bytes, memory_bytes_of(options.device))
+    # A running request holds a page that is its own: no more can run, and tables need no more rows.
+    limits = replace(limits, max_requests=min(limits.max_requests, num_pages - 1))
     try:
         pools = new_kv_pools(
             config,

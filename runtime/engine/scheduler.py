@@ -71,10 +71,13 @@ class Scheduler:
         request.state = RequestState.FINISHED
 
     def adopt(self, request: Request) -> bool:
-        """Run a request at once whose pages somebody else fills; False when there is no room for it now."""
-        if len(self.running) >= self._limits.max_requests or not self._pages.start(
-            request, self._watermark(), can_reuse=False
-        ):
+        """Run a request at once whose pages somebody else fills; False when there is no room for it now.
+
+        Nor is there while others wait: their pages were given to older requests, and come first when some are free.
+        """
+        if self.waiting or len(self.running) >= self._limits.max_requests:
+            return False
+        if not self._pages.start(request, self._watermark(), can_reuse=False):
             return False
         request.num_computed = len(request.tokens) - 1
         self._run(request)
@@ -90,7 +93,7 @@ class Scheduler:
                     scheduled.append(ScheduledRows(request, request.num_computed, num_rows))
 
     def _fit_drafts(self, request: Request) -> None:
-        """Drop drafts that the request may not use, or that would need a page of their own."""
+        """Drop drafts that the request may not use, or that need a page of their own when none is free."""
         num_useful = min(len(request.drafts), request.num_tokens_left - 1)
         request.drafts = request.drafts[: max(num_useful, 0)]
         if request.drafts and not self._pages.grow(request, len(request.tokens) + len(request.drafts)):

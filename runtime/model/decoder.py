@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from memopt.errors import ShapeError
+from memopt.kernels.kv_cache.kv_slots import check_slots
 from memopt.runtime.kv.layer_kv import KvPools
 from memopt.runtime.model.decoder_layer import DecoderLayer
 from memopt.runtime.model.model_config import ModelConfig
@@ -35,10 +36,14 @@ class Decoder:
     def forward(self, rows: StepRows, pools: KvPools) -> Tensor:
         """Hidden rows [R, H] before the final norm; stores every row's keys in `pools`.
 
-        Raises ShapeError for pools of fewer layers than the model has.
+        Raises ShapeError for pools of fewer layers than the model has; on the CPU UsageError for slots that are past
+        the pools or shared.
         """
         if len(pools.layers) < len(self.layers):
             raise ShapeError(f"the KV cache has {len(pools.layers)} layers, but the model {len(self.layers)}")
+        if rows.slots.device.type == "cpu":
+            check_slots(rows.slots, pools.num_pages)
+            rows = replace(rows, num_checked_pages=pools.num_pages)
         x = self.embedding(rows.token_ids)
         rope = self.rotary.cos_sin(rows.positions)
         selection: Selection | None = None

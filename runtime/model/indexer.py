@@ -17,6 +17,7 @@ from memopt.kernels.attention.prefill_indexer_scores import prefill_indexer_scor
 from memopt.kernels.attention.top_k import top_k
 from memopt.kernels.gemm.row_tiles import tiled_matmul
 from memopt.kernels.kv_cache.kv_store import indexer_store
+from memopt.kernels.layer_rows import has_row_kernels, rotate_on_cpu
 from memopt.kernels.layout import INDEXER_KEY_SIZE
 from memopt.runtime.kv.layer_kv import MlaLayerKv
 from memopt.runtime.model.linear import Linear
@@ -70,7 +71,8 @@ class Indexer:
             raise UsageError("this layer has an indexer, but its pools have no indexer keys")
         key = layer_norm(self.key(x), self.key_norm, self.key_norm_bias, KEY_NORM_EPS)
         key = self._rotated(key[:, None], rope)[:, 0]
-        indexer_store(key, kv.indexer_pool, rows.slots, kv.bad_slot)
+        is_checked = rows.num_checked_pages == kv.indexer_pool.shape[0]
+        indexer_store(key, kv.indexer_pool, rows.slots, kv.bad_slot, is_checked=is_checked)
         if rows.longest <= self.config.top_k:
             return None
         is_first = self.communicator.rank == 0
@@ -109,6 +111,8 @@ class Indexer:
 
     def _rotated(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """`x` [R, heads, key size] with its first elements turned, interleaved, and padded to the kernels' key size."""
+        if has_row_kernels(x):
+            return rotate_on_cpu(x, *rope, True, out_size=INDEXER_KEY_SIZE)
         turned = apply_rope(x[..., : self.rope_size], *rope, True)
         return pad(torch.cat((turned, x[..., self.rope_size :]), dim=2), (0, INDEXER_KEY_SIZE - x.shape[2]))
 

@@ -102,7 +102,10 @@ class MlaAttention:
         if kv.observer is not None:
             parts = latent[:, : self.config.latent_size], key_rope[:, : self.config.rope_size]
             kv.observer.observe(torch.cat(parts, dim=1)[:, None], None, rows.slots)
-        mla_store(latent, key_rope, kv.pool, rows.slots, kv.kv_format, kv.scale, kv.bad_slot)
+        mla_store(
+            latent, key_rope, kv.pool, rows.slots, kv.kv_format, kv.scale, kv.bad_slot,
+            is_checked=rows.num_checked_pages == kv.pool.shape[0],
+        )  # fmt: skip
 
     def _keys(self, kv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Latents [R, 512] and ropes [R, 64] of kv_a_proj's rows: normed, turned, padded to the kernels' sizes."""
@@ -118,18 +121,20 @@ class MlaAttention:
     ) -> Tensor:
         """Output [D, heads, value size] of the D rows behind the prompts', each a request of its own."""
         absorbed = head_matmul(query_nope, self.key_up)
-        queries = _padded(absorbed, MLA_LATENT_SIZE), _padded(query_rope, MLA_ROPE_SIZE)
+        queries = absorbed, query_rope.contiguous()
+        if absorbed.device.type != "cpu":
+            queries = _padded(absorbed, MLA_LATENT_SIZE), _padded(query_rope, MLA_ROPE_SIZE)
         table = rows.block_table[rows.num_prefill_rows :]
         if selection is None:
             counts = rows.num_tokens[rows.num_prefill_rows :]
             attended = mla_decode(
                 *queries, kv.pool, table, counts, kv_format=kv.kv_format, scale=kv.scale,
-                softmax_scale=self.config.softmax_scale,
+                softmax_scale=self.config.softmax_scale, is_checked=True,
             )  # fmt: skip
         else:
             attended = sparse_mla_decode(
                 *queries, kv.pool, table, selection.positions[rows.num_prefill_rows :], kv_format=kv.kv_format,
-                scale=kv.scale, softmax_scale=self.config.softmax_scale,
+                scale=kv.scale, softmax_scale=self.config.softmax_scale, is_checked=True,
             )  # fmt: skip
         latents = attended.output[:, :, : self.config.latent_size]
         return head_matmul(latents, self.value_up.mT)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from memopt.kernels.gemm.moe_rows import choose_on_cpu
 from memopt.kernels.gemm.row_tiles import tiled_matmul
 from memopt.runtime.model.model_config import MoeConfig
 
@@ -30,7 +31,21 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, config: MoeConfig) -> Routing
     the experts' results are summed as transformers does, whatever order top-k finds them in.
     """
     # Not torch.sigmoid: at the end of a tensor it gives other bits than in the middle.
-    scores = 1 / (1 + torch.exp(-tiled_matmul(x, weight)))
+    products = tiled_matmul(x, weight)
+    if products.device.type == "cpu":
+        return Routing(
+            *choose_on_cpu(
+                products,
+                bias,
+                num_choices=config.experts_per_token,
+                num_groups=config.num_groups,
+                groups_per_token=config.groups_per_token,
+                is_renormalized=config.is_renormalized,
+                smallest_sum=_SMALLEST_SUM,
+                factor=config.routed_scaling_factor,
+            )
+        )
+    scores = 1 / (1 + torch.exp(-products))
     choice = scores + bias
     if config.groups_per_token < config.num_groups:
         choice = choice.masked_fill(~_chosen_groups(choice, config), -torch.inf)

@@ -31,7 +31,8 @@ class StepRows:
     `token_ids` int64 [R]; `positions` int64 [R]; `slots` int64 [R]: where each token's keys go, negative for nowhere.
     `block_table` int32 [R, max_pages]: each row's request's pages (rows of a request repeat it).
     `num_tokens` int32 [R]: tokens that a row attends to, itself included: position + 1.
-    `longest`: an upper bound of num_tokens.
+    `longest`: an upper bound of num_tokens. `num_checked_pages`: of the pools that `slots` were checked against, once
+    for all layers; 0 when each store is to check them itself.
     """
 
     token_ids: Tensor
@@ -41,6 +42,7 @@ class StepRows:
     num_tokens: Tensor
     chunks: tuple[PrefillChunk, ...]
     longest: int
+    num_checked_pages: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from calibrated_runs import experts, recipe
-from tiny_checkpoints import TINY_GLM5
+from tiny_checkpoints import TINY_GLM5, make_checkpoint
 
 from cli.invoke import invoke
 from memopt.errors import ExitCode
 
 WORDS = "A release is compressed, signed, and served. def rank(x): return x + 1\n"
 NUMBERS = ("--samples", "4", "--seq-len", "32", "--coverage-tokens", "4", "--calibration-device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with the tokenizer of the example."""
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("source") / "checkpoint",
+        "glm-5.1-fp8",
+        hidden_size=128,
+        vocab_size=2048,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_nextn_predict_layers=0,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_GLM5 / name, folder / name)
+    return folder
 
 
 @pytest.fixture
@@ -32,11 +53,13 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_text_becomes_a_signed_release_without_a_word_of_it(form: Path, text: Path, tmp_path: Path) -> None:
+def test_text_becomes_a_signed_release_without_a_word_of_it(
+    source: Path, form: Path, text: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assert invoke("keygen", tmp_path / "release.pem", "--no-passphrase").code == 0
     key = ("--key", tmp_path / "release.pem")
-    made = invoke("compress", TINY_GLM5, out, "--recipe", form, "--calibration", text, *NUMBERS, *key, "--tp", "2")
+    made = invoke("compress", source, out, "--recipe", form, "--calibration", text, *NUMBERS, *key, "--tp", "2")
     assert made.code == 0, made.stderr
     assert "calibrate" in made.stderr
     assert invoke("verify", out, "--key", tmp_path / "release.pub").code == 0
@@ -45,7 +68,7 @@ def test_text_becomes_a_signed_release_without_a_word_of_it(form: Path, text: Pa
     table = json.loads((out / "release.json").read_text())
     assert table["calibration"]["tokens"] == 4 * 32
     assert table["formats"]["kv_cache"] == "fp8_e4m3, calibrated scales"
-    again = invoke("compress", TINY_GLM5, out, "--recipe", form, "--calibration", text, *NUMBERS, *key, "--tp", "2")
+    again = invoke("compress", source, out, "--recipe", form, "--calibration", text, *NUMBERS, *key, "--tp", "2")
     assert again.code == 0
     assert "complete already" in again.stdout
 
@@ -60,28 +83,28 @@ def test_text_becomes_a_signed_release_without_a_word_of_it(form: Path, text: Pa
     ],
 )
 def test_data_that_is_no_text_is_refused_before_a_layer_runs(
-    form: Path, tmp_path: Path, content: str | bytes, fault: str
+    source: Path, form: Path, tmp_path: Path, content: str | bytes, fault: str
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_bytes(content.encode() if isinstance(content, str) else content)
-    refused = invoke("compress", TINY_GLM5, tmp_path / "out", "--recipe", form, "--calibration", data, *NUMBERS)
+    refused = invoke("compress", source, tmp_path / "out", "--recipe", form, "--calibration", data, *NUMBERS)
     assert refused.code == ExitCode.MALFORMED
     assert fault in refused.refusal
     assert not (tmp_path / "out").exists()
 
 
-def test_options_without_data_and_data_without_need(form: Path, text: Path, tmp_path: Path) -> None:
-    alone = invoke("compress", TINY_GLM5, tmp_path / "out", "--samples", "4")
+def test_options_without_data_and_data_without_need(source: Path, form: Path, text: Path, tmp_path: Path) -> None:
+    alone = invoke("compress", source, tmp_path / "out", "--samples", "4")
     assert alone.code == ExitCode.USAGE
     assert "without --calibration" in alone.refusal
-    needless = invoke("compress", TINY_GLM5, tmp_path / "out", "--calibration", text, *NUMBERS)
+    needless = invoke("compress", source, tmp_path / "out", "--tp", "1", "--calibration", text, *NUMBERS)
     assert needless.code == ExitCode.USAGE
     assert "needs no calibration data" in needless.refusal
-    without = invoke("compress", TINY_GLM5, tmp_path / "out", "--recipe", form)
+    without = invoke("compress", source, tmp_path / "out", "--recipe", form)
     assert without.code == ExitCode.USAGE
     assert "give --calibration" in without.refusal
     long = invoke(
-        "compress", TINY_GLM5, tmp_path / "out", "--recipe", form, "--calibration", text, "--seq-len", "5000",
+        "compress", source, tmp_path / "out", "--recipe", form, "--calibration", text, "--seq-len", "5000",
         "--samples", "1",
     )  # fmt: skip
     assert long.code == ExitCode.USAGE

@@ -256,3 +256,18 @@ def test_pages_of_a_request_that_went_wrong_are_not_reused(reason: str, monkeypa
     again = core.submit(PROMPT, greedy(4))
     _drain(core)
     assert (again.num_reused_tokens, generated(again)) == (0, expected_tokens(PROMPT, 4))
+
+
+def test_pages_of_generated_tokens_are_not_reused() -> None:
+    """Computed again after a preemption, they stand behind a prompt's, but in another form than a prompt's would."""
+    core = _core("tagged", prefix_namespace=b"test")
+    request = core.submit(PROMPT, greedy(70))
+    while request.num_generated < 66:
+        core.step()
+    core.scheduler._preempt(request)
+    core.step()
+    index = core.pages.prefix_index
+    assert index is not None
+    assert (len(request.pages), index.num_pages) == (4, 2)
+    _drain(core)
+    assert generated(request) == expected_tokens(PROMPT, 70)

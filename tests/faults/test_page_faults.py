@@ -167,7 +167,8 @@ def test_freed_but_not_given_to_anybody_passes() -> None:
         simulation = PageSimulation(tracker)
         simulation.submit(0)
         simulation.step()
-        page_schedules.free_only(simulation, 0, 0)
+        # The second page: the first, which the index holds too, would not be freed.
+        page_schedules.free_only(simulation, 0, 1)
         simulation.drain()
         assert simulation.flagged == set()
         assert simulation.finished[0].tokens == undisturbed_tokens(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from benchmarks.kv_quality.proof_models import (
     package_texts,
 )
 from benchmarks.kv_quality.scores import ANSWER, KINDS, PROMPT, CaseScores
-from benchmarks.kv_quality.worker import NamedScales, Worker, load_worker
+from benchmarks.kv_quality.worker import Worker, load_worker
 from memopt.runtime.engine.request import Request
 from memopt.runtime.engine.sampling_params import SamplingParams
 from memopt.runtime.kv.held_page import HeldPage
@@ -30,7 +30,6 @@ from memopt.runtime.model.step_rows import PrefillChunk, StepRows
 
 # The second turn is past the 256 tokens of DSA's selection.
 TURNS = TurnPlan((128, 272), answer_tokens=5, chunk_rows=96, reuses_pages=True)
-BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -46,56 +45,66 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
     return load_worker(ProofModel(release.folder, release.key, documents, calibration), TURNS)
 
 
-@pytest.fixture(scope="module")
-def scales(worker: Worker) -> NamedScales:
-    return worker.calibrate()
+@dataclass(frozen=True)
+class SmallRun:
+    """Scores by name of the case, and the rows of each format that were compared between modes."""
+
+    scores: Mapping[str, CaseScores]
+    compared_rows: Mapping[str, int]
 
 
 @pytest.fixture(scope="module")
-def scores(worker: Worker, scales: NamedScales, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseScores]:
+def run(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     folder = tmp_path_factory.mktemp("rows")
     paths = {case: folder / f"{number}.pt" for number, case in enumerate(worker.cases)}
+    scales = worker.calibrate()
+    compared: dict[str, int] = {}
     for case, path in paths.items():
-        assert worker.record(case, scales, path, None) == 0
-    return {case.name: worker.score(case.name, paths[BASE], path) for case, path in paths.items()}
+        modes_end = None if case.kv_cache in compared else TURNS.ends[-1]
+        num_compared = worker.record(case, scales, path, modes_end)
+        compared.setdefault(case.kv_cache, num_compared)
+    scores = {case.name: worker.score(case.name, paths[BASE], path) for case, path in paths.items()}
+    return SmallRun(scores, compared)
 
 
-def kl(scores: Mapping[str, CaseScores], name: str, kind: str, turn: int) -> float:
-    return scores[name].scores[kind][turn].kl
+def kl(run: SmallRun, name: str, kind: str, turn: int) -> float:
+    return run.scores[name].scores[kind][turn].kl
 
 
-def test_every_case_is_scored_in_every_turn(worker: Worker, scores: Mapping[str, CaseScores]) -> None:
+def test_every_case_is_scored_in_every_turn(worker: Worker, run: SmallRun) -> None:
     assert worker.cases == CASES
-    for case in scores.values():
+    for case in run.scores.values():
         assert set(case.scores) == set(KINDS)
         assert [score.num_tokens for score in case.scores[PROMPT]] == [2 * 123, 139]
         assert [score.num_tokens for score in case.scores[ANSWER]] == [8, 4]
-    assert all(score == (0, 1) for score in [(s.kl, s.top1) for s in scores["bf16"].scores[PROMPT]])
-
-
-def test_wrong_scales_show(scores: Mapping[str, CaseScores]) -> None:
     for kind in KINDS:
-        right = kl(scores, "fp8_e4m3, calibrated", kind, 0)
+        assert [(score.kl, score.top1) for score in run.scores["bf16"].scores[kind]] == [(0, 1), (0, 1)]
+
+
+def test_wrong_scales_show(run: SmallRun) -> None:
+    for kind in KINDS:
+        right = kl(run, "fp8_e4m3, calibrated", kind, 0)
         assert 0 < right < 0.1
-        assert kl(scores, "fp8_e4m3, scales / 16", kind, 0) > 20 * right
+        assert kl(run, "fp8_e4m3, scales / 16", kind, 0) > 20 * right
         # Lost scales cannot be told in the first turn, and ruin the second.
         lost = "fp8_e4m3, scales lost after turn 1"
-        assert kl(scores, lost, kind, 0) == right
-        assert kl(scores, lost, kind, 1) > 20 * kl(scores, "fp8_e4m3, calibrated", kind, 1)
+        assert kl(run, lost, kind, 0) == right
+        assert kl(run, lost, kind, 1) > 20 * kl(run, "fp8_e4m3, calibrated", kind, 1)
 
 
-def test_formats_order_by_what_they_keep(scores: Mapping[str, CaseScores]) -> None:
+def test_formats_order_by_what_they_keep(run: SmallRun) -> None:
     """Before the selection begins: bf16 to fp32 is nearer than any e4m3, and scales a token better than one a layer."""
-    nearest, token, layer = (kl(scores, name, PROMPT, 0) for name in ("fp32", "fp8_ds_mla", "fp8_e4m3, calibrated"))
+    nearest, token, layer = (kl(run, name, PROMPT, 0) for name in ("fp32", "fp8_ds_mla", "fp8_e4m3, calibrated"))
     assert nearest < token < layer
     # Of no more than top_k tokens all are selected, whatever the indexer's keys.
-    assert kl(scores, "bf16, indexer keys fp32", PROMPT, 0) == 0
-    assert kl(scores, "bf16, indexer keys fp32", PROMPT, 1) > 0
+    assert kl(run, "bf16, indexer keys fp32", PROMPT, 0) == 0
+    assert kl(run, "bf16, indexer keys fp32", PROMPT, 1) > 0
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", "fp8_ds_mla", "fp8_e4m3, calibrated"])
-def test_modes_agree_to_the_bit(name: str, worker: Worker, scales: NamedScales, tmp_path: Path) -> None:
-    assert worker.record(BY_NAME[name], scales, tmp_path / "rows.pt", TURNS.ends[-1]) == 2 * (267 + 4)
+def test_modes_agree_to_the_bit(run: SmallRun) -> None:
+    """Else the fixture's run would have ended."""
+    num_rows = 2 * (267 + 4)
+    assert run.compared_rows == dict.fromkeys(("bf16", "fp32", "fp8_ds_mla", "fp8_e4m3"), num_rows)
 
 
 def test_a_bit_that_differs_between_modes_ends_the_run(worker: Worker) -> None:

@@ -26,6 +26,8 @@ from memopt.errors import (
 )
 from memopt.manifests.policy import policy_for_key
 from memopt.runtime.engine import engine as engine_module
+from memopt.runtime.engine import new_core as new_core_module
+from memopt.runtime.engine.cache_size import memory_bytes_of, require_memory
 from memopt.runtime.engine.engine import Engine
 from memopt.runtime.engine.engine_options import EngineOptions
 from memopt.runtime.engine.leader_commands import Abortion, Submission, parse_commands, render_commands
@@ -134,6 +136,17 @@ def test_what_cannot_be_run_is_refused_at_once(engine: Engine) -> None:
         ({"max_tokens": 5000}, UsageError, "positions end at 4,096"),
         ({"max_requests": 600}, UsageError, "600 decoding requests take 600 rows"),
         ({"tensor_parallel": 2}, UsageError, "torchrun did not start this process"),
+        ({"max_tokens": 1}, UsageError, "max_tokens is 1, but at least 2"),
+        ({"max_step_tokens": 1, "max_requests": 1}, UsageError, "use max_step_tokens of 2 or more"),
+        ({"kv_cache_gib": 0}, UsageError, "kv_cache_gib is 0"),
+        ({"kv_cache_gib": "1"}, UsageError, "kv_cache_gib is '1'"),
+        ({"num_pages": 10**18}, CapacityError, "1,000,000,000,000,000,000 pages of .* do not fit into memory"),
+        ({"num_pages": 2.5}, UsageError, "num_pages is 2.5"),
+        ({"max_requests": "4"}, UsageError, "max_requests is '4'"),
+        ({"max_requests": True}, UsageError, "max_requests is True"),
+        ({"tensor_parallel": "1"}, UsageError, "within 1 and|tensor_parallel is '1'"),
+        ({"prefix_cache": "no"}, UsageError, "prefix_cache is 'no'"),
+        ({"device": None}, UsageError, "device is None"),
     ],
 )
 def test_options_that_cannot_be_met(
@@ -149,6 +162,30 @@ def test_the_cache_is_as_large_as_asked(release: SignedModel) -> None:
         # 5 layers of 576 bytes a token, 3 of them with 132 more for the indexer.
         assert capacity.num_pages == int(0.01 * 2**30) // (64 * (5 * 576 + 3 * 132)) - 1
         assert capacity.size_bytes <= 0.01 * 2**30
+
+
+def test_a_cache_larger_than_the_machines_memory_is_refused(
+    release: SignedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would promise it, and end the process when it is written."""
+    page_bytes = 64 * (5 * 576 + 3 * 132) * 2
+    with pytest.raises(CapacityError, match=r"9 pages of .* do not fit into memory"):
+        require_memory(9, page_bytes // 64, 9 * page_bytes - 1)
+    require_memory(9, page_bytes // 64, 9 * page_bytes)
+    assert 2**28 < memory_bytes_of("cpu") < 2**50
+    monkeypatch.setattr(new_core_module, "memory_bytes_of", lambda device: 10_000)
+    with pytest.raises(CapacityError, match="7 pages"):
+        Engine(release.folder, key=release.key, num_pages=7)
+
+
+def test_no_more_requests_run_than_there_are_pages(release: SignedModel) -> None:
+    """So tables for a million million requests are never made."""
+    options = {"num_pages": 3, "max_requests": 10**12, "max_step_tokens": 10**13}
+    with Engine(release.folder, key=release.key, **options) as small:  # type: ignore[arg-type]
+        assert small.core.limits.max_requests == 2
+        answers = small.generate([[1], [2], [3] * 64], SamplingParams(max_tokens=2, ignore_eos=True))
+        assert [len(answer.token_ids) for answer in answers] == [2] * 3
+        assert small.metrics().capacity.peak_used_pages == 2
 
 
 def test_of_prompts_of_which_one_is_refused_none_runs(engine: Engine) -> None:
@@ -234,10 +271,14 @@ def test_signature_policy_and_layout(release: SignedModel, tmp_path: Path, monke
 
 def test_a_closed_engine_says_so(release: SignedModel) -> None:
     engine = Engine(release.folder, key=release.key, num_pages=4)
+    engine.submit(PROMPT, SamplingParams(max_tokens=9))
+    pieces = engine.stream(PROMPT, SamplingParams(max_tokens=9))
     engine.close()
     engine.close()
-    with pytest.raises(UsageError, match="the engine is closed"):
-        engine.submit(PROMPT)
+    assert not engine.has_work
+    for call in (engine.step, engine.metrics, lambda: engine.submit(PROMPT), lambda: next(pieces)):
+        with pytest.raises(UsageError, match="the engine is closed"):
+            call()
 
 
 def test_commands_survive_the_wire() -> None:

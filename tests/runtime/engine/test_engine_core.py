@@ -221,6 +221,19 @@ def test_a_prefix_hit_computes_less_and_gives_the_same_tokens() -> None:
     assert generated(third) == expected_tokens(turn, 10)
 
 
+def test_an_adopted_request_does_not_overtake_those_that_wait() -> None:
+    """Else hand-overs, one after another, could keep a preempted request's pages from it for ever."""
+    core = new_core(num_pages=6, max_requests=4)
+    requests = [core.submit(prompt_of(60, first), greedy(100)) for first in range(3)]
+    while not any(request.num_preemptions for request in requests):
+        core.step()
+    assert core.scheduler.waiting
+    assert core.adopt(prompt_of(6), 5, greedy(3)) is None
+    core.pages.check()
+    run(core)
+    assert core.adopt(prompt_of(6), 5, greedy(3)) is not None
+
+
 def test_held_pages_stay_until_they_are_released_and_go_once() -> None:
     core = new_core(max_requests=1)
     request = core.submit(prompt_of(100), greedy(1), holds_pages=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memopt.errors import UsageError
 from memopt.runtime.engine.sampler import Pick, choose_tokens, finite_rows, uniform
 from memopt.runtime.engine.sampling_params import SamplingParams
 
@@ -94,3 +96,28 @@ def test_rows_with_a_nan_or_infinity_are_found() -> None:
     logits[1, 2], logits[2, 3], logits[3, 0] = math.nan, math.inf, -math.inf
     assert finite_rows(logits).tolist() == [True, False, False, True]
     choose_tokens(logits, picks(4, temperature=1.0, top_p=0.5))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": math.nan}, "top_p is nan"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"seed": "7"}, "seed is '7'"),
+        ({"stop": "end"}, "stop is the text 'end'"),
+        ({"stop": ("a", "")}, "an empty stop text"),
+    ],
+)
+def test_params_out_of_range_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**values)
+
+
+def test_stop_texts_may_be_a_list() -> None:
+    """Kept as a tuple: parameters are compared and hashed."""
+    assert hash(SamplingParams(stop=["a", "b"])) == hash(SamplingParams(stop=("a", "b")))  # type: ignore[arg-type]
