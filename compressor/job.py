@@ -144,6 +144,10 @@ class Job(ABC):
         """Bytes that are read for `units` (None: all)."""
         return sum(sum(self.part_files(unit).values()) for unit in (self.units if units is None else units))
 
+    def scratch_size_bytes(self, state: Path) -> int:
+        """Bytes that `prepare` is still to write below `state`, about, beside the planned files."""
+        return 0
+
     def planned_sizes(self) -> dict[str, int]:
         """Every output file and its exact size in bytes."""
         return file_sizes(self.small_files, self.units, self.ledger_size_bytes(), self.release_size_bytes())

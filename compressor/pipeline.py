@@ -114,7 +114,7 @@ def run_job(
             errors_by_unit = take_over(job, workspace, source, workers, progress)
             resumed = frozenset(errors_by_unit)
             done = {file.name for unit in job.units if unit.number in resumed for file in unit.files}
-            _check_space(out, sizes, done)
+            _check_space(out, sizes, done, job.scratch_size_bytes(workspace.state))
             workspace.save_plan(source.stamps)
             workspace.make_folders(names)
             _write_small_files(job, workspace)
@@ -233,8 +233,8 @@ def _interruptible(message: str) -> Iterator[None]:
         raise InterruptedRunError(message, remedy="run the same command again to go on") from None
 
 
-def _check_space(out: Path, sizes: Mapping[str, int], present: set[str]) -> None:
-    needed = sum(size for name, size in sizes.items() if name not in present)
+def _check_space(out: Path, sizes: Mapping[str, int], present: set[str], scratch_size_bytes: int) -> None:
+    needed = scratch_size_bytes + sum(size for name, size in sizes.items() if name not in present)
     free = shutil.disk_usage(out).free
     if free < needed:
         raise DiskFullError(

@@ -83,9 +83,10 @@ def has_row_kernels(x: Tensor) -> bool:
 def rms_norm_on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As runtime/model/norms.py `rms_norm`, for x and weight of one type that `has_row_kernels`."""
     out = torch.empty(x.shape, dtype=x.dtype)
+    # Contiguous: for strided rows numba compiles another loop, whose sum may be in another order.
     size = weight.shape[0]
     _norm_entry()(
-        row_array(x.reshape(-1, size)), row_array(weight), np.float32(eps), row_array(out.view(-1, size))
+        row_array(x.reshape(-1, size).contiguous()), row_array(weight), np.float32(eps), row_array(out.view(-1, size))
     )  # fmt: skip
     return out
 
@@ -113,7 +114,7 @@ def mla_keys_on_cpu(
     """Latents [R, 512] and ropes [R, 64], padded with zeros, of kv_a_proj's rows [R, latent + rope] on the CPU."""
     out = torch.empty((kv.shape[0], MLA_KEY_SIZE), dtype=kv.dtype)
     _key_entry()(
-        row_array(kv), row_array(norm), np.float32(eps), cos.numpy(), sin.numpy(), is_interleaved, MLA_LATENT_SIZE,
-        row_array(out),
+        row_array(kv.contiguous()), row_array(norm), np.float32(eps), cos.numpy(), sin.numpy(), is_interleaved,
+        MLA_LATENT_SIZE, row_array(out),
     )  # fmt: skip
     return out[:, :MLA_LATENT_SIZE], out[:, MLA_LATENT_SIZE:]

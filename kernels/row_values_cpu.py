@@ -6,6 +6,8 @@ but selections, and an exponential that is arithmetic alone, so that an element 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
@@ -34,7 +36,7 @@ _LOWEST, _HIGHEST = np.float32(-87.33654), np.float32(88.37626)
 _TO_EXPONENT, _BIAS = np.int32(F32_MANTISSA_BITS), np.int32(F32_EXPONENT_BIAS)
 
 
-def widen(value):
+def widen(value: Any) -> Any:
     """float32 of an element: a float32, BF16 bits (uint16), or an e4m3 code (uint8)."""
     raise NotImplementedError
 
@@ -48,7 +50,7 @@ def _widen(value):
     return lambda value: value
 
 
-def narrow(value, target):
+def narrow(value: Any, target: Any) -> Any:
     """`value` float32 as an element of the array `target`: as it is, or BF16 bits to nearest, ties to even."""
     raise NotImplementedError
 

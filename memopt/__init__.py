@@ -20,6 +20,7 @@ from memopt.version import __version__
 
 if TYPE_CHECKING:
     from memopt.compressor.api import compress, dequantize, inspect, plan, plan_config
+    from memopt.compressor.calibration_options import CalibrationOptions
     from memopt.compressor.evaluate.gated_signing import sign_release
     from memopt.compressor.fetch_release import PullOptions, PullResult, pull_release
     from memopt.compressor.inspection import Inspection
@@ -46,6 +47,7 @@ _HOMES = {
     "inspect": "memopt.compressor.api",
     "plan": "memopt.compressor.api",
     "plan_config": "memopt.compressor.api",
+    "CalibrationOptions": "memopt.compressor.calibration_options",
     "Inspection": "memopt.compressor.inspection",
     "RunResult": "memopt.compressor.pipeline",
     "Plan": "memopt.compressor.plan",
@@ -78,6 +80,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CalibrationOptions",
     "Completion",
     "Engine",
     "EngineMetrics",

@@ -131,5 +131,5 @@ def _pool_arrays(pool: Tensor, kv_format: KvFormat, scale: Tensor | None) -> tup
         return flat.numpy(), row_array(ropes), scales.numpy(), _ONE[0], places
     places = (page, token, page, token, MLA_LATENT_SIZE, 0, 0, 0, MLA_LATENT_SIZE)
     elements = row_array(flat)
-    scales = _ONE if scale is None else scale.view(1).numpy()
-    return elements, elements, scales, scales[0], places
+    factors: Any = _ONE if scale is None else scale.view(1).numpy()
+    return elements, elements, factors, factors[0], places

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from memopt.errors import ConfigError, ContentError, MalformedError, UnsupportedError, UsageError
+from memopt.kernels.layout import BITS_PER_BYTE
 from memopt.manifests.strict_json import parse_json_object
 from memopt.runtime.text.answer_text import AnswerText
 from memopt.runtime.text.byte_alphabet import BYTE_CHARACTERS, token_bytes, token_text
@@ -32,8 +33,9 @@ MAX_CONFIG_BYTES = 1 << 24
 MAX_PROMPT_BYTES = 1 << 24
 # The library's ids are 32 bits without a sign.
 _NUM_IDS = 1 << 32
-# What a text in UTF-8 is made of: no byte is 0xC0, 0xC1 or above 0xF4 (RFC 3629, section 1).
-_UTF8_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
+# Without tokens for these a vocabulary is no byte-level one. Real ones lack rare bytes (SmolLM2's has no 0x04): a text
+# with such a byte is refused when it is encoded, for the library would leave the byte out in silence.
+_NEEDED_BYTES = (ord("\n"), *range(ord(" "), ord("~") + 1))
 # A character of two bytes, and one that byte-level BPE spells otherwise.
 _SPELLED = "é\n"
 _IDS_REMEDY = "pass prompts as token ids"
@@ -50,6 +52,7 @@ class TextTokenizer:
         self._control_ids = {
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
+        self._absent_bytes = _absent_bytes(tokenizer, range(1 << BITS_PER_BYTE))
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.chat_template = chat_template
         self.bytes_of = lru_cache(maxsize=None)(self._bytes_of)
@@ -58,7 +61,7 @@ class TextTokenizer:
         """Token ids of a plain prompt, with what the tokenizer itself puts around it (often nothing).
 
         A control token that the text spells is that token, as in transformers and vLLM. UsageError for half a
-        character (an unpaired surrogate), and for more than MAX_PROMPT_BYTES.
+        character (an unpaired surrogate), for a byte that the vocabulary lacks, and for more than MAX_PROMPT_BYTES.
         """
         return self._encode(text, add_special_tokens=True)
 
@@ -110,15 +113,25 @@ class TextTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            size_bytes = len(text.encode("utf-8"))
+            raw = text.encode("utf-8")
         except UnicodeEncodeError as problem:
             raise UsageError(f"the prompt is no Unicode text: {problem}") from None
-        if size_bytes > MAX_PROMPT_BYTES:
+        if len(raw) > MAX_PROMPT_BYTES:
             raise UsageError(
-                f"a prompt of {size_bytes:,} bytes; at most {MAX_PROMPT_BYTES:,} are encoded", remedy="shorten it"
+                f"a prompt of {len(raw):,} bytes; at most {MAX_PROMPT_BYTES:,} are encoded", remedy="shorten it"
+            )
+        unknown = self._absent_bytes.intersection(raw)
+        if unknown:
+            raise UsageError(
+                f"the prompt holds byte 0x{min(unknown):02X}, for which the vocabulary has no token", remedy="remove it"
             )
         with tokenizers_faults(TOKENIZER_NAME):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _absent_bytes(tokenizer: Tokenizer, values: Iterable[int]) -> frozenset[int]:
+    """Those of `values` that have no token of their own."""
+    return frozenset(value for value in values if tokenizer.token_to_id(BYTE_CHARACTERS[value]) is None)
 
 
 def load_tokenizer(read_file: Callable[[str], bytes], names: Collection[str]) -> TextTokenizer:
@@ -174,7 +187,7 @@ def parse_tokenizer_json(raw: bytes) -> Tokenizer:
     """The Tokenizer that tokenizer.json describes, without its truncation and padding.
 
     MalformedError for a file that is none; UnsupportedError for one whose tokens are not bytes (SentencePiece), or that
-    encodes at random (BPE dropout); ContentError for a byte without a token: the library would leave it out in silence.
+    encodes at random (BPE dropout); ContentError for a printable ASCII character without a token.
     """
     from tokenizers import Tokenizer, decoders, models
 
@@ -192,9 +205,9 @@ def parse_tokenizer_json(raw: bytes) -> Tokenizer:
     # A space may be put before.
     if not spelled.endswith(token_text(_SPELLED.encode())):
         raise UnsupportedError("no pre-tokenizer spells texts in bytes", file=TOKENIZER_NAME, remedy=_IDS_REMEDY)
-    absent = [value for value in _UTF8_BYTES if tokenizer.token_to_id(BYTE_CHARACTERS[value]) is None]
+    absent = _absent_bytes(tokenizer, _NEEDED_BYTES)
     if absent:
-        raise ContentError(f"{len(absent)} bytes have no token, the first is 0x{absent[0]:02X}", file=TOKENIZER_NAME)
+        raise ContentError(f"{len(absent)} bytes have no token, the first is 0x{min(absent):02X}", file=TOKENIZER_NAME)
     if model.dropout:
         raise UnsupportedError("BPE dropout encodes at random", file=TOKENIZER_NAME, remedy=_IDS_REMEDY)
     tokenizer.no_truncation()

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny_checkpoints import make_checkpoint
 
 import memopt
 from memopt.compressor.checkpoint.model_config import ModelConfig, read_config
 from memopt.compressor.families.registry import family_of
 from memopt.compressor.families.text_config import parse_text_config
-from memopt.compressor.recipe import shipped_recipe_names
+from memopt.compressor.recipe import load_recipe, shipped_recipe_names
 from memopt.manifests.safetensors_header import read_header
 
 # What may stand in the headers for one weight: the suffixes of its tensors, with their types.
@@ -23,11 +25,13 @@ FP8_MIXED = {".weight": "F8_E4M3", ".weight_scale": "F32"}
 BF16 = {".weight": "BF16"}
 # What a publisher or a recipe may quantize besides the routed experts; every other tensor is BF16, the router bias F32.
 QUANTIZABLE = {"attention", "kv_b", "indexer", "dense_mlp", "shared_expert"}
+SMALLEST_VOCABULARY = 64
 VISION = {"vision_tower.encoder.blocks.0.wqkv.weight": "BF16", "mm_projector.proj.weight": "BF16"}
 
 # Recipe: checkpoint, tensor-parallel degree, form of the routed experts, form of every other Linear, block's format.
 CASES: dict[str, tuple[str, int, dict[str, str], dict[str, str], str | None]] = {
     "glm-5.2-int4": ("glm-5.2-fp8", 8, INT4, BF16, "pack-quantized"),
+    "glm-5.2-int4-gptq": ("glm-5.2-fp8", 8, INT4, BF16, "pack-quantized"),
     "glm-5.2-int4-fp8": ("glm-5.2-fp8", 1, INT4, FP8_MIXED, "mixed-precision"),
     "glm-5.1-int4": ("glm-5.1-fp8", 8, INT4, BF16, "pack-quantized"),
     "glm-4.7-int4": ("glm-4.7-fp8", 8, INT4, BF16, "pack-quantized"),
@@ -62,6 +66,17 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return block
 
 
+def calibration_of(recipe: str, folder: Path) -> memopt.CalibrationOptions | None:
+    """Data for a recipe that needs it: token ids, enough for every expert of a tiny checkpoint."""
+    if not load_recipe(recipe).needs_calibration:
+        return None
+    ids = torch.randint(0, SMALLEST_VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
+    save_file({"ids": ids}, folder / "ids.safetensors")
+    return memopt.CalibrationOptions(
+        folder / "ids.safetensors", num_samples=16, sample_tokens=32, coverage_tokens=32, device="cpu"
+    )
+
+
 def test_every_shipped_recipe_has_a_case() -> None:
     assert set(CASES) == set(shipped_recipe_names())
 
@@ -71,7 +86,8 @@ def test_every_role_is_stored_as_the_recipe_says(recipe: str, tmp_path: Path) ->
     checkpoint, degree, experts, others, block_format = CASES[recipe]
     source, out = make_checkpoint(tmp_path / "source", checkpoint), tmp_path / "out"
     options = memopt.PlanOptions(tensor_parallel=degree)
-    memopt.compress(source, out, recipe=recipe, options=options, workers=2, device="cpu")
+    calibration = calibration_of(recipe, tmp_path)
+    memopt.compress(source, out, recipe=recipe, options=options, workers=2, device="cpu", calibration=calibration)
     assert stored_types(out) == expected_types(read_config(source), experts, others)
     block = quantization_of(out)
     assert (block and block.get("format", block["quant_method"])) == block_format

@@ -18,7 +18,8 @@ def halves(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (7, 33), (64, 256)])
 def test_one_row_times_a_weight(num_rows: int, size: int) -> None:
     x, weight = halves(1, size, seed=1), halves(num_rows, size, seed=2)
-    assert is_single_row(x, weight) and not is_single_row(x.float(), weight)
+    assert is_single_row(x, weight)
+    assert not is_single_row(x.float(), weight)
     exact = x.double() @ weight.double().T
     assert (row_matmul(x, weight).double() - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-6
 

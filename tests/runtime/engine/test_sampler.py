@@ -121,3 +121,16 @@ def test_params_out_of_range_are_refused(values: dict[str, Any], message: str) -
 def test_stop_texts_may_be_a_list() -> None:
     """Kept as a tuple: parameters are compared and hashed."""
     assert hash(SamplingParams(stop=["a", "b"])) == hash(SamplingParams(stop=("a", "b")))  # type: ignore[arg-type]
+
+
+def test_no_seeds_numbers_are_anothers_one_place_on() -> None:
+    """SplitMix64 adds a constant a number: unmixed, seeds that lie so far apart would share their numbers."""
+    step = 2**64 - 0x9E3779B97F4A7C15
+    assert uniform(5 + step, 1) != uniform(5, 0)
+
+
+def test_a_token_without_probability_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even by the smallest number there is."""
+    monkeypatch.setattr("memopt.runtime.engine.sampler.uniform", lambda seed, position: 0.0)
+    logits = torch.tensor([[-math.inf, 0.0, 0.0]])
+    assert choose_tokens(logits, picks(1, temperature=1.0)).tolist() == [1]
