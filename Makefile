@@ -18,7 +18,7 @@ BENCH_PLACE = $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER))
 # One thread a test process: two processes with two threads each are slower than with one.
 OMP_NUM_THREADS_IN_TESTS ?= 1
 
-.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify bench-int4-cpu bench-integrity bench-decode bench-gpu gate fuzz test-vllm clean
+.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify bench-int4-cpu bench-integrity bench-decode bench-kv-quality bench-quality-lm bench-gpu gate fuzz test-vllm clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -110,6 +110,14 @@ bench-integrity: $(VENV)/.test
 # Tokens a second and peak memory against transformers on the dequantized weights, and vLLM where it is installed.
 bench-decode: $(VENV)/.test
 	$(BIN)/python benchmarks/decode_cpu.py
+
+# What an FP8 KV cache costs, one shot and over turns; writes the tables of docs/kv-quality.md.
+bench-kv-quality: $(VENV)/.test
+	$(BIN)/python -m benchmarks.kv_quality.main
+
+# Quality of INT4 by method on real language models (three packages of PyPI; keeps everything in build/quality).
+bench-quality-lm: $(VENV)/.test
+	$(BIN)/python -m benchmarks.smollm2.quality build/quality
 
 # Correctness and speed of every kernel on the GPU that is at hand: under 5 minutes on one H200, no network.
 bench-gpu: $(VENV)/.test

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 TORCH_MODULES = ("_reference", "_device", "_triton")
 # Everything in these needs torch.
 TORCH_PACKAGES = (
-    *(f"memopt.kernels.{name}" for name in ("attention", "calibration", "device", "gemm", "kv_cache")),
+    *(f"memopt.kernels.{name}" for name in ("attention", "calibration", "device", "gemm", "kv_cache", "rows")),
     "memopt.compressor.calibrate",
     "memopt.compressor.evaluate",
     "memopt.runtime",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memopt.errors import UsageError
-from memopt.kernels import cpu_number, layout, row_values_cpu
+from memopt.kernels import cpu_number, layout
 from memopt.kernels.attention import mla_rows_cpu
 from memopt.kernels.attention.attention_output import AttentionOutput, new_output
 from memopt.kernels.attention.mla_rows_cpu import attend_rows
@@ -25,7 +25,8 @@ from memopt.kernels.layout import (
     DS_MLA_SCALES_OFFSET_BYTES,
     MLA_LATENT_SIZE,
 )
-from memopt.kernels.row_arrays import row_array
+from memopt.kernels.rows import row_values_cpu
+from memopt.kernels.rows.row_arrays import row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, mla_rows_cpu)
 _ONE = np.ones(1, dtype=np.float32)

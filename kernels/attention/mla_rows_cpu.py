@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from memopt.kernels.layout import PAGE_TOKENS
-from memopt.kernels.row_values_cpu import exp_float32, narrow, widen
+from memopt.kernels.rows.row_values_cpu import exp_float32, narrow, widen
 
 _SUMS = {"reassoc", "contract"}
 _ZERO, _LOWEST = np.float32(0), np.float32(-np.inf)

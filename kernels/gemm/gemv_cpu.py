@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.kernels import cpu_number, layout, row_values_cpu
+from memopt.kernels import cpu_number, layout
 from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.gemm import gemv_rows_cpu
 from memopt.kernels.gemm.gemv_rows_cpu import multiply_heads, multiply_row
 from memopt.kernels.kv_cache import kv_rows_cpu
-from memopt.kernels.row_arrays import row_array
+from memopt.kernels.rows import row_values_cpu
+from memopt.kernels.rows.row_arrays import row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, gemv_rows_cpu)
 # One thread multiplies. Weights above this are worth torch's threads where it has several.

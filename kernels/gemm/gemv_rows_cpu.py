@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memopt.kernels.row_values_cpu import narrow, widen
+from memopt.kernels.rows.row_values_cpu import narrow, widen
 
 _SUMS = {"reassoc", "contract"}
 _ZERO = np.float32(0)

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopt.kernels import cpu_number, layout, row_values_cpu
+from memopt.kernels import cpu_number, layout
 from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.gemm import moe_rows_cpu
 from memopt.kernels.gemm.moe_rows_cpu import add_choices, choose_experts, order_choices
 from memopt.kernels.kv_cache import kv_rows_cpu
-from memopt.kernels.row_arrays import row_array
+from memopt.kernels.rows import row_values_cpu
+from memopt.kernels.rows.row_arrays import row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, moe_rows_cpu)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memopt.kernels.row_values_cpu import exp_float32, narrow, widen
+from memopt.kernels.rows.row_values_cpu import exp_float32, narrow, widen
 
 _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-np.inf)
 

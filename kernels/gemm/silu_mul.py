@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memopt.kernels.layer_rows import has_row_kernels, silu_mul_on_cpu
+from memopt.kernels.rows.layer_rows import has_row_kernels, silu_mul_on_cpu
 
 
 def silu_mul(gate_up: Tensor, rounded_to: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import njit
 
 from memopt.kernels.layout import PAGE_TOKENS
-from memopt.kernels.row_values_cpu import narrow, widen
+from memopt.kernels.rows.row_values_cpu import narrow, widen
 
 
 @njit(nogil=True, error_model="numpy")

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from memopt.kernels import cpu_number, layout, row_values_cpu
+from memopt.kernels import cpu_number, layout
 from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.kv_cache import kv_plain_rows_cpu, kv_rows_cpu
 from memopt.kernels.kv_cache.kv_plain_rows_cpu import store_plain
 from memopt.kernels.kv_cache.kv_rows_cpu import load_grouped, load_scaled, store_grouped, store_scaled
+from memopt.kernels.rows import row_values_cpu
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, kv_plain_rows_cpu)
 

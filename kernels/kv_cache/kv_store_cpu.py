@@ -25,7 +25,7 @@ from memopt.kernels.layout import (
     MLA_LATENT_SIZE,
     PAGE_TOKENS,
 )
-from memopt.kernels.row_arrays import row_array
+from memopt.kernels.rows.row_arrays import row_array
 
 
 def mla_store(

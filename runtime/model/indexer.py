@@ -17,8 +17,8 @@ from memopt.kernels.attention.prefill_indexer_scores import prefill_indexer_scor
 from memopt.kernels.attention.top_k import top_k
 from memopt.kernels.gemm.row_tiles import tiled_matmul
 from memopt.kernels.kv_cache.kv_store import indexer_store
-from memopt.kernels.layer_rows import has_row_kernels, rotate_on_cpu
 from memopt.kernels.layout import INDEXER_KEY_SIZE
+from memopt.kernels.rows.layer_rows import has_row_kernels, rotate_on_cpu
 from memopt.runtime.kv.layer_kv import MlaLayerKv
 from memopt.runtime.model.linear import Linear
 from memopt.runtime.model.model_config import IndexerConfig

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from memopt.errors import UsageError
 from memopt.kernels.attention.mla_decode import mla_decode, sparse_mla_decode
 from memopt.kernels.kv_cache.kv_store import mla_store
-from memopt.kernels.layer_rows import has_row_kernels, mla_keys_on_cpu
 from memopt.kernels.layout import MLA_LATENT_SIZE, MLA_ROPE_SIZE
+from memopt.kernels.rows.layer_rows import has_row_kernels, mla_keys_on_cpu
 from memopt.runtime.kv.layer_kv import LayerKv, MlaLayerKv
 from memopt.runtime.model.head_products import head_matmul
 from memopt.runtime.model.indexer import Indexer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memopt.kernels.layer_rows import has_row_kernels, rms_norm_on_cpu
+from memopt.kernels.rows.layer_rows import has_row_kernels, rms_norm_on_cpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

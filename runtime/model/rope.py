@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from memopt.kernels.layer_rows import has_row_kernels, rotate_on_cpu
+from memopt.kernels.rows.layer_rows import has_row_kernels, rotate_on_cpu
 from memopt.runtime.model.model_config import RopeConfig, YarnConfig
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from numba import njit
 
-from memopt.kernels.layer_rows import mla_keys_on_cpu, rms_norm_on_cpu, rotate_on_cpu, silu_mul_on_cpu
 from memopt.kernels.layout import MLA_LATENT_SIZE
-from memopt.kernels.row_values_cpu import exp_float32
+from memopt.kernels.rows.layer_rows import mla_keys_on_cpu, rms_norm_on_cpu, rotate_on_cpu, silu_mul_on_cpu
+from memopt.kernels.rows.row_values_cpu import exp_float32
 
 TYPES = [torch.bfloat16, torch.float32]
 

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memopt.kernels import cpu_number, layer_rows_cpu, layout, row_values_cpu
+from memopt.kernels import cpu_number, layout
 from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.kv_cache import kv_rows_cpu
-from memopt.kernels.layer_rows_cpu import key_rows, norm_rows, rotate_heads, silu_mul_rows
 from memopt.kernels.layout import MLA_KEY_SIZE, MLA_LATENT_SIZE
-from memopt.kernels.row_arrays import row_array
+from memopt.kernels.rows import layer_rows_cpu, row_values_cpu
+from memopt.kernels.rows.layer_rows_cpu import key_rows, norm_rows, rotate_heads, silu_mul_rows
+from memopt.kernels.rows.row_arrays import row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, layer_rows_cpu)
 _TYPES = (torch.bfloat16, torch.float32)
