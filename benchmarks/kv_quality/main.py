@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.kv_quality.forced_run import TurnPlan
+from benchmarks.kv_quality.forced_run import DifferentBitsError, TurnPlan
 from benchmarks.kv_quality.measure import MeasurePlan, measure
 from benchmarks.kv_quality.proof_models import ProofModel, smollm2, tiny_glm5
 from benchmarks.kv_quality.tables import markdown, write_into
@@ -50,7 +50,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 result = measure(prepare(Path(scratch), plan.turns.ends), plan, arguments.processes)
-            except MemoptError as problem:
+            except (MemoptError, DifferentBitsError) as problem:
                 sys.exit(f"{name}: {problem}")
         tables = markdown(result)
         print(f"{name}\n{tables}\n")

@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.kv_quality.forced_run import TurnPlan
 from benchmarks.kv_quality.proof_models import ProofModel
 from benchmarks.kv_quality.scores import CaseScores
 from benchmarks.kv_quality.worker import NamedScales, Worker, load_worker
+from memopt.kernels.kv_formats import KvFormatName
 
 # The worker of this process, where it is one of a pool.
 _WORKERS: list[Worker] = []
@@ -36,7 +38,7 @@ class ModelResult:
 
     plan: MeasurePlan
     cases: tuple[CaseScores, ...]
-    compared_rows: dict[str, int]
+    compared_rows: Mapping[KvFormatName, int]
 
 
 def measure(proof: ProofModel, plan: MeasurePlan, num_processes: int) -> ModelResult:

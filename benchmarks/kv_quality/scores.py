@@ -69,9 +69,9 @@ def _score(decoder: Decoder, base: Tensor, rows: Tensor, documents: Mapping[int,
     parts: list[LogitScores] = []
     places = slice(positions.start, positions.stop)
     for number, document in documents.items():
-        logits = [decoder.logits(hidden[number, places].contiguous()) for hidden in (base, rows)]
+        right, found = (decoder.logits(hidden[number, places].contiguous()) for hidden in (base, rows))
         next_ids = torch.tensor(document[positions.start + 1 : positions.stop + 1])
-        parts.append(score_logits(*logits, next_ids))
+        parts.append(score_logits(right, found, next_ids))
     kl, surprise, same = (
         np.concatenate([getattr(part, name) for part in parts]) for name in ("kl", "release_surprise", "is_top1_same")
     )

@@ -16,10 +16,8 @@ def markdown(result: ModelResult) -> str:
     base = result.cases[0]
     for kind, title in _TITLES.items():
         ends = result.plan.turns.ends
-        header = [f"{title}: KV cache"]
-        header += [f"{end:,}: KL" if number == 0 else f"{end:,}" for number, end in enumerate(ends)]
-        header += [f"{end:,}: top-1" if number == 0 else f"{end:,}" for number, end in enumerate(ends)]
-        header += [f"{end:,}: perplexity" if number == 0 else f"{end:,}" for number, end in enumerate(ends)]
+        figures = [f"{figure} {end:,}" for figure in ("KL", "top-1", "perplexity") for end in ends]
+        header = [f"{title}: KV cache", *figures]
         lines += [_row(header), "|---" * len(header) + "|"]
         lines += [_row([case.name, *_cells(case, kind)]) for case in result.cases]
         counts = ", ".join(str(score.num_tokens) for score in base.scores[kind])

@@ -142,6 +142,7 @@ SHIPPED = {
     "glm-5.1-int4": ("glm-5.1-fp8",),
     "glm-5.2-int4": ("glm-5.2-fp8",),
     "glm-5.2-int4-fp8": ("glm-5.2-fp8", "glm-5.1-fp8"),
+    "glm-5.2-int4-gptq": ("glm-5.2-fp8", "glm-5.1-fp8"),
     "kimi-k2-int4": ("kimi-k2-instruct-fp8", "deepseek-v3-fp8", "kimi-k2.6-int4"),
     "kimi-k2.6": ("kimi-k2.6-int4",),
 }

@@ -26,8 +26,8 @@ from memopt.errors import LayoutError, RecipeError
 
 GOOD: dict[str, Any] = {"name": "mine", "description": "d", "families": ["glm4_moe"], "default": "bf16"}
 SHIPPED = (
-    "copy", "dequantize", "glm-4.7-int4", "glm-5.1-int4", "glm-5.2-int4", "glm-5.2-int4-fp8", "kimi-k2-int4",
-    "kimi-k2.6",
+    "copy", "dequantize", "glm-4.7-int4", "glm-5.1-int4", "glm-5.2-int4", "glm-5.2-int4-fp8", "glm-5.2-int4-gptq",
+    "kimi-k2-int4", "kimi-k2.6",
 )  # fmt: skip
 
 

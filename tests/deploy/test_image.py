@@ -16,7 +16,7 @@ from tiny_releases import SHARDS, flip_byte, signed_release
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "Dockerfile"
-FOLDERS = ("memopt", "compressor", "kernels", "manifests", "recipes")
+FOLDERS = ("memopt", "compressor", "kernels", "manifests", "recipes", "runtime")
 # What `pip install --no-deps memopt click cryptography cffi pycparser` puts on the path.
 INSTALLED = ("click", "cryptography", "cffi", "pycparser", "_cffi_backend*")
 
