@@ -113,7 +113,7 @@ bench-decode: $(VENV)/.test
 
 # What an FP8 KV cache costs, one shot and over turns; writes the tables of docs/kv-quality.md.
 bench-kv-quality: $(VENV)/.test
-	$(BIN)/python -m benchmarks.kv_quality.main
+	$(BIN)/python -m benchmarks.kv_quality.main --write docs/kv-quality.md
 
 # Quality of INT4 by method on real language models (three packages of PyPI; keeps everything in build/quality).
 bench-quality-lm: $(VENV)/.test

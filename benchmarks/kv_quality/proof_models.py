@@ -28,7 +28,7 @@ from memopt.manifests.signer import KeySigner
 REPOSITORY = Path(__file__).parents[2]
 TINY_GLM5 = REPOSITORY / "examples" / "tiny-glm5-fp8"
 DOWNLOADS = REPOSITORY / "build" / "smollm2"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_NAME = "tokenizer.json"
 # Texts that scales are calibrated with, and what is read of each.
 CALIBRATION_TEXTS, CALIBRATION_TOKENS = 4, 512
 
@@ -50,7 +50,7 @@ class ProofModel:
 
 def tiny_glm5(scratch: Path, ends: Sequence[int]) -> ProofModel:
     """The trained example of the repository, MLA with DSA. It saw the standard library in training, `idlelib` not."""
-    tokenizer = Tokenizer.from_file(str(TINY_GLM5 / TOKENIZER_FILES[0]))
+    tokenizer = Tokenizer.from_file(str(TINY_GLM5 / TOKENIZER_NAME))
     folder, key = signed_release(TINY_GLM5, "glm-5.2-int4", scratch / "tiny-glm5")
     documents = long_documents(tokenizer, package_texts("idlelib"), ends[-1] + 1, count=2)
     return ProofModel(folder, key, documents, calibration_documents(tokenizer, package_texts("asyncio")))
@@ -64,10 +64,7 @@ def smollm2(scratch: Path, ends: Sequence[int], downloads: Path = DOWNLOADS) -> 
     """
     llama, checkpoint = fetch_source(downloads), scratch / "smollm2-fp8"
     write_model(llama, checkpoint, ExpertSplit(), use_fp8=True)
-    tokenizer = Tokenizer.from_file(str(checkpoint / TOKENIZER_FILES[0]))
-    # The engine gets token ids; it refuses this tokenizer, in which 8 bytes have no token.
-    for name in TOKENIZER_FILES:
-        (checkpoint / name).unlink()
+    tokenizer = Tokenizer.from_file(str(checkpoint / TOKENIZER_NAME))
     folder, key = signed_release(checkpoint, "glm-4.7-int4", scratch / "smollm2")
     celery, django = fetch_package(HELD_OUT, downloads), fetch_package(CALIBRATION, downloads)
     lengths = ((HELD_OUT_ENGLISH, ends[-1] + 1), (HELD_OUT_CODE, ends[-2] + 1))
