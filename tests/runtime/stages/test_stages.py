@@ -65,7 +65,13 @@ def test_a_full_decode_stage_leaves_pages_with_the_sender(kind: str) -> None:
         for name in "abc":
             pair.prefill.submit(name, prompt_of(64), greedy(66))
         wait_until_offered(pair, *"abc")
-        for _ in range(30):
+        # Offers come through another thread: a decode stage that is quicker than it must not end the first answer.
+        deadline = time.monotonic() + 30
+        while pair.decode.num_pages_promised < 6 and time.monotonic() < deadline:
+            pair.step_prefill()
+            pair.step_decode()
+            time.sleep(0.01)
+        for _ in range(10):
             pair.step_prefill()
             pair.step_decode()
             assert pair.prefill_core.pages.manager.num_used >= 1
