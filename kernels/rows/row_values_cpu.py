@@ -37,8 +37,10 @@ _TO_EXPONENT, _BIAS = np.int32(F32_MANTISSA_BITS), np.int32(F32_EXPONENT_BIAS)
 
 
 def widen(value: Any) -> Any:
-    """float32 of an element: a float32, BF16 bits (uint16), or an e4m3 code (uint8)."""
-    raise NotImplementedError
+    """float32 of an element: a float32, BF16 bits (uint16), or an e4m3 code (uint8); compiled code takes `_widen`."""
+    if isinstance(value, np.uint16):
+        return from_bits(np.uint32(np.uint32(value) << _SHIFT))
+    return e4m3_value(value) if isinstance(value, np.uint8) else value
 
 
 @overload(widen, inline="always")
@@ -52,7 +54,7 @@ def _widen(value):
 
 def narrow(value: Any, target: Any) -> Any:
     """`value` float32 as an element of the array `target`: as it is, or BF16 bits to nearest, ties to even."""
-    raise NotImplementedError
+    return bf16_bits(value) if target.dtype == np.uint16 else value
 
 
 @overload(narrow, inline="always")
