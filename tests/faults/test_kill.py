@@ -75,7 +75,8 @@ def _kill_and_go_on(
         now = stamps(out, set(finished))
         assert now == finished, f"written again after {codes}"
         finished |= stamps(out, finished_files(out))
-    assert len(finished) >= 11
+    # A kill among the units comes after one more of them; the later kills may find the job, and its records, gone.
+    assert len(finished) >= sum(moment == "units" for moment, _ in codes), codes
     assert run_command(*arguments).code == 0
     assert stamps(out, set(finished)) == finished
     return codes
