@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.compressor.calibration_options import CalibrationOptions
+from memopt.compressor.calibration_summary import calibration_by_role
 from memopt.compressor.checkpoint.checkpoint import Checkpoint, raise_first
 from memopt.compressor.checkpoint.hub import parse_hub_reference
 from memopt.compressor.checkpoint.model_config import MAX_CONFIG_SIZE_BYTES, ModelConfig, parse_config
@@ -26,6 +27,7 @@ from memopt.compressor.run_ranks import ranks_from_environment
 from memopt.compressor.source import OpenedSource, continuable, local_folder, open_source, scanned_source
 from memopt.compressor.source_identity import SourceIdentity
 from memopt.errors import ConfigError, InterruptedRunError, UsageError
+from memopt.manifests.file_roles import LEDGER_NAME
 from memopt.manifests.strict_json import read_capped
 
 if TYPE_CHECKING:
@@ -132,6 +134,9 @@ def compress(
         calibration=calibration,
         ranks=ranks,
     )
+    if calibration is not None and ranks.is_first:
+        with (Path(out) / LEDGER_NAME).open("rb") as ledger:
+            result = replace(result, calibration_by_role=calibration_by_role(ledger))
     if not signers or not ranks.is_first:
         return result
     from memopt.manifests.sign import sign_release

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from memopt.compressor.balance import balance
 from memopt.compressor.calibration_options import CalibrationOptions
+from memopt.compressor.calibration_summary import CalibrationSummary
 from memopt.compressor.complete import require_complete
 from memopt.compressor.compress_job import CompressJob
 from memopt.compressor.job import Job, Source, Worker
@@ -49,6 +50,7 @@ class RunResult:
     `source_root_digest`: hex, of the signed release that was sharded or merged; None if its signature was not checked.
     `layouts`: as "hub", "tp8"; `weights_size_bytes` counts a tensor once, `written_size_bytes` in every file.
     `left_behind`: files of a release that was sharded or merged which are about itself, not about its weights.
+    `calibration_by_role`: of weights whose codes follow from calibration data, as the ledger has it.
     `root_digest`: hex, of the signed release; None if it was not signed. `sign_notes`: what its verifiers must allow.
     """
 
@@ -69,6 +71,7 @@ class RunResult:
     written_size_bytes: int = 0
     source_root_digest: str | None = None
     left_behind: tuple[str, ...] = ()
+    calibration_by_role: dict[str, CalibrationSummary] = field(default_factory=dict)
 
 
 def run_job(
@@ -119,7 +122,7 @@ def run_job(
             workspace.make_folders(names)
             _write_small_files(job, workspace)
             todo = [unit for unit in job.units if unit.number not in resumed]
-            ranks.from_first(json.dumps([unit.number for unit in todo]).encode())
+            ranks.from_first(json.dumps([job.fingerprint, *(unit.number for unit in todo)]).encode())
             job.prepare(workspace.state, workers, progress, ranks)
             meter = ProgressMeter(
                 progress,
@@ -140,11 +143,19 @@ def run_job(
 
 
 def _help_first(job: Job, out: Path, workers: int, ranks: RunRanks) -> None:
-    """What a rank other than 0 does of `run_job`: its share of the preparation and of the units."""
+    """What a rank other than 0 does of `run_job`: its share of the preparation and of the units.
+
+    UsageError if it would make another release: of another source, recipe or calibration data, or with other libraries.
+    """
     message = ranks.from_first(b"")
     if message == NOTHING_TO_DO:
         return
-    numbers = set(json.loads(message))
+    fingerprint, *numbers = json.loads(message)
+    if fingerprint != job.fingerprint:
+        raise UsageError(
+            f"rank {ranks.rank} would make another release than rank 0",
+            remedy="start all ranks with one command, on one source, recipe, calibration file and set of libraries",
+        )
     own = [unit for unit in job.units if unit.number in numbers][ranks.rank :: ranks.num_ranks]
     folder = UnitFolder(out)
     with _interruptible(f"stopped; {out} keeps every finished unit"), job.open_source() as source:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from memopt.cli.output import duration_text, print_verdict, size_text
+from memopt.compressor.calibration_summary import CalibrationSummary
 from memopt.compressor.ledger import LARGEST_FIGURE, ErrorSummary
 from memopt.compressor.pipeline import RunResult
 from memopt.compressor.progress import WRITE_STAGE, Progress
@@ -132,6 +133,13 @@ def error_text(figures: ErrorSummary) -> str:
     return f"relative MSE {relative}, largest {figures.max_error:.4g}, clipped {figures.clipped_share:.2%}"
 
 
+def calibration_text(summary: CalibrationSummary) -> str:
+    """What calibration brought to a role, in words."""
+    errors = f"output error {summary.output_error:.5f}, rounded plainly {summary.plain_output_error:.5f}"
+    fallbacks = f"{summary.num_fallbacks:,} of {summary.num_weights:,} weights fell back"
+    return f"{errors}; {fallbacks}; {summary.fewest_tokens:,} tokens or more each"
+
+
 def files_text(result: RunResult) -> str:
     """How many weight files of which kind were made."""
     num_hub_files = result.num_units if "hub" in result.layouts else 0
@@ -161,6 +169,8 @@ def report(command: str, result: RunResult, next_step: str, *, as_json: bool) ->
         click.echo(f"time        {duration_text(result.seconds)}, {rate:.2f} GB/s of source")
         for role, figures in result.errors_by_role.items():
             click.echo(f"rounding    {role}: {error_text(figures)}")
+        for role, summary in result.calibration_by_role.items():
+            click.echo(f"calibrated  {role}: {calibration_text(summary)}")
     if result.left_behind:
         click.echo(f"not copied  {', '.join(result.left_behind)}: about the release that was read alone")
     if result.root_digest is not None:

@@ -62,6 +62,8 @@ def test_text_becomes_a_signed_release_without_a_word_of_it(
     made = invoke("compress", source, out, "--recipe", form, "--calibration", text, *NUMBERS, *key, "--tp", "2")
     assert made.code == 0, made.stderr
     assert "calibrate" in made.stderr
+    (said,) = (line for line in made.stdout.splitlines() if line.startswith("calibrated  routed_expert: output error "))
+    assert "; 0 of 12 weights fell back; " in said
     assert invoke("verify", out, "--key", tmp_path / "release.pub").code == 0
     for path in out.rglob("*.json*"):
         assert "compressed, signed, and served" not in path.read_text(), path
