@@ -18,7 +18,7 @@ BENCH_PLACE = $(if $(BENCH_FOLDER),--folder $(BENCH_FOLDER))
 # One thread a test process: two processes with two threads each are slower than with one.
 OMP_NUM_THREADS_IN_TESTS ?= 1
 
-.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify bench-int4-cpu bench-integrity bench-decode bench-kv-quality bench-quality-lm bench-gpu gate fuzz test-vllm clean
+.PHONY: demo test test-all lint types bench bench-speed bench-memory bench-search bench-quality bench-verify bench-int4-cpu bench-integrity bench-decode bench-kv-quality bench-quality-lm bench-probes bench-gpu gate fuzz test-tasks test-vllm clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -127,6 +127,10 @@ bench-kv-quality: $(VENV)/.test
 bench-quality-lm: $(VENV)/.test
 	$(BIN)/python -m benchmarks.smollm2.quality build/quality
 
+# What samples, sweeps, damping, feedback and mixed groups bring to GPTQ: about two minutes of a core a probe.
+bench-probes: $(VENV)/.test
+	$(BIN)/python -m benchmarks.smollm2.probes build/quality
+
 # Correctness and speed of every kernel on the GPU that is at hand: under 5 minutes on one H200, no network.
 bench-gpu: $(VENV)/.test
 	$(BIN)/python -m benchmarks.gpu.main
@@ -136,6 +140,11 @@ FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.test
 	$(PIP) -e '.[fuzz]'
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+# lm-eval for real, on local tasks and servers of memopt's own engine; no network beyond pip.
+test-tasks: $(VENV)/.test
+	$(PIP) -e '.[tasks]'
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS_IN_TESTS) $(BIN)/python -m pytest -n 0 -m slow tests/compressor/evaluate/test_lm_eval.py
 
 # Optional: vLLM's CPU build, in a virtual environment of its own (gigabytes).
 test-vllm: $(VENV)/.test

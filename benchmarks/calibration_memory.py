@@ -1,15 +1,21 @@
 """Peak memory of a calibration at several sizes: it must follow the layer and the budget, not layers or samples.
 
-    python -m benchmarks.calibration_memory
+    python -m benchmarks.calibration_memory [gptq | weighted]
 
-A checkpoint of random weights (hidden 512, 16 experts of 512) for each size, calibrated with method gptq in a process
-of its own. Memory is VmHWM of /proc/self/status, reset when everything is imported and small kernels are compiled.
+A checkpoint of random weights (hidden 512, 32 experts of 128) for each size, calibrated in a process of its own.
+Memory is VmHWM of /proc/self/status, reset when everything is imported, small kernels are compiled, and free memory was
+given back to the system; beside it the bound: one layer in memory and the budget. Each size runs twice: as glibc is,
+which keeps freed blocks below 32 MiB for later, and with MALLOC_MMAP_THRESHOLD_, which makes it return them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import multiprocessing
+import os
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -18,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import memopt
@@ -29,19 +36,12 @@ from memopt.compressor.recipe import Recipe
 MIB = 2**20
 SAMPLE_TOKENS = 256
 BATCH_TOKENS = 512
-BUDGET_BYTES = 96 * MIB
+BUDGET_BYTES = 40 * MIB
 RESET_PEAK = "5"
+# glibc reads it when a process starts: blocks from this size on go back to the system when they are freed.
+THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
+THRESHOLD_BYTES = MIB
 CONFIG = Path(__file__).parent.parent / "examples" / "configs" / "glm-4.7-fp8.json"
-RECIPE = Recipe.model_validate(
-    {
-        "name": "memory",
-        "description": "Routed experts by GPTQ.",
-        "families": ("glm4_moe",),
-        "rules": ({"roles": ("routed_expert",), "format": {"type": "int4", "method": "gptq"}},),
-        "default": "bf16",
-    },
-    strict=False,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,30 @@ SIZES_OF_MODEL: dict[str, int] = {
     "vocab_size": 512,
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "moe_intermediate_size": 512,
+    "moe_intermediate_size": 128,
     "first_k_dense_replace": 1,
-    "n_routed_experts": 16,
+    "n_routed_experts": 32,
     "num_experts_per_tok": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
     "num_nextn_predict_layers": 0,
 }
-SIZES = (Size(2, 32), Size(4, 32), Size(2, 64), Size(2, 128))
+SIZES = (Size(2, 32), Size(4, 32), Size(2, 256))
+
+
+def recipe_of(method: str) -> Recipe:
+    """Routed experts by `method`."""
+    return Recipe.model_validate(
+        {
+            "name": "memory",
+            "description": f"Routed experts by {method}.",
+            "families": ("glm4_moe",),
+            "rules": ({"roles": ("routed_expert",), "format": {"type": "int4", "method": method}},),
+            "default": "bf16",
+        },
+        strict=False,
+    )
 
 
 def write_checkpoint(folder: Path, num_layers: int) -> None:
@@ -99,40 +113,72 @@ def peak_rss_bytes() -> int:
     return int(fields["VmHWM"].removesuffix("kB")) * 1024
 
 
-def calibrate(folder: Path, size: Size, results: Connection) -> None:
-    """Make the release of one size; sends seconds and peak memory."""
+def calibrate(folder: Path, method: str, size: Size, results: Connection) -> None:
+    """Make the release of one size; sends seconds, growth of the peak, and its bound."""
     write_checkpoint(folder / "source", size.num_layers)
+    write_checkpoint(folder / "small", SIZES[0].num_layers)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(512, (size.num_samples, SAMPLE_TOKENS), generator=generator, dtype=torch.int32)
     save_file({"ids": ids}, folder / "ids.safetensors")
-    warm = CalibrationOptions(folder / "ids.safetensors", 2, SAMPLE_TOKENS, BUDGET_BYTES, BATCH_TOKENS, 1, "cpu")
-    asked = CalibrationOptions(
-        folder / "ids.safetensors", size.num_samples, SAMPLE_TOKENS, BUDGET_BYTES, BATCH_TOKENS, device="cpu"
-    )
-    common: dict[str, Any] = {"recipe": RECIPE, "device": "cpu", "workers": 1}
-    memopt.compress(folder / "source", folder / "warm", calibration=warm, **common)
-    before = peak_rss_bytes()
+
+    def options(num_samples: int) -> CalibrationOptions:
+        return CalibrationOptions(
+            folder / "ids.safetensors", num_samples, SAMPLE_TOKENS, BUDGET_BYTES, BATCH_TOKENS, 1, "cpu"
+        )
+
+    common: dict[str, Any] = {"recipe": recipe_of(method), "device": "cpu", "workers": 1}
+    memopt.compress(folder / "small", folder / "warm", calibration=options(2), **common)
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text(RESET_PEAK)
-    idle = peak_rss_bytes()
+    idle_bytes = peak_rss_bytes()
     started = time.perf_counter()
-    memopt.compress(folder / "source", folder / "out", calibration=asked, **common)
+    memopt.compress(folder / "source", folder / "out", calibration=options(size.num_samples), **common)
     seconds = time.perf_counter() - started
+    growth_bytes = peak_rss_bytes() - idle_bytes
+    bound_bytes = layer_bytes(folder / "source") + BUDGET_BYTES
     results.send(
-        {"idle_mib": idle / MIB, "warm_peak_mib": before / MIB, "peak_mib": peak_rss_bytes() / MIB}
-        | {"seconds": seconds}
+        {"growth_mib": growth_bytes / MIB, "bound_mib": bound_bytes / MIB}
+        | {"idle_mib": idle_bytes / MIB, "seconds": seconds}
     )
+
+
+def layer_bytes(folder: Path) -> int:
+    """Of the largest layer in memory: FP8 as stored, the rest in float32."""
+    layers: dict[str, int] = {}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            layer = name.partition(".layers.")[2].partition(".")[0]
+            part = file.get_slice(name)
+            item_bytes = 1 if part.get_dtype() == "F8_E4M3" else torch.float32.itemsize
+            layers[layer] = layers.get(layer, 0) + math.prod(part.get_shape()) * item_bytes
+    layers.pop("")
+    return max(layers.values())
+
+
+def measure(method: str, size: Size) -> dict[str, float]:
+    """What `calibrate` finds in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=calibrate, args=(Path(folder), method, size, writer))
+        process.start()
+        found = {name: round(value, 1) for name, value in reader.recv().items()}
+        process.join()
+    return found
 
 
 def main() -> None:
-    context = multiprocessing.get_context("spawn")
-    for size in SIZES:
-        with tempfile.TemporaryDirectory() as folder:
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=calibrate, args=(Path(folder), size, writer))
-            process.start()
-            found = {name: round(value, 1) for name, value in reader.recv().items()}
-            process.join()
-            print(json.dumps(asdict(size) | {"rows_mib": size.rows_bytes / MIB} | found), flush=True)
+    for method in sys.argv[1:] or ["gptq", "weighted"]:
+        for size in SIZES:
+            for returns_blocks in (False, True):
+                os.environ.pop(THRESHOLD_VARIABLE, None)
+                if returns_blocks:
+                    os.environ[THRESHOLD_VARIABLE] = str(THRESHOLD_BYTES)
+                case = {"method": method, "returns_blocks": returns_blocks} | asdict(size)
+                print(
+                    json.dumps(case | {"rows_mib": size.rows_bytes / MIB} | measure(method, size)),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

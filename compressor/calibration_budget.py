@@ -22,7 +22,8 @@ def require_fallback_budget(tensors: Iterable[TensorPlan], figures: Mapping[str,
             by_form.setdefault(plan.int4, []).append(plan.source.spec.name)
     for form, names in by_form.items():
         fallen = [name for name in names if figures[name].fallback]
-        if len(fallen) > (form.max_fallback or 0.0) * len(names):
+        # A quotient is the number next to the share; a product of a share such as 0.29 may lie below a whole number.
+        if len(fallen) / len(names) > (form.max_fallback or 0.0):
             named = ", ".join(f"{name} ({figures[name].fallback})" for name in fallen[:NUM_NAMED])
             more = f" and {len(fallen) - NUM_NAMED:,} more" if len(fallen) > NUM_NAMED else ""
             raise QualityGateError(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from memopt.compressor.fallback_reason import FallbackReason
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationFigures:
@@ -29,7 +31,9 @@ class CalibrationFigures:
     fallback: str
 
     def ledger_figures(self) -> dict[str, float]:
-        """Non-negative numbers for the ledger's "error" table; errors are relative to the energy."""
+        """Non-negative numbers for the ledger's "error" table; errors are relative to the energy. `fallback` is 0, or
+        its reason's number.
+        """
         return {
             "tokens": float(self.num_tokens),
             "forced_tokens": float(self.num_forced_tokens),
@@ -37,7 +41,7 @@ class CalibrationFigures:
             "calibrated_error": self.error / self.energy if self.energy else 0.0,
             "plain_error": self.plain_error / self.energy if self.energy else 0.0,
             "plain_row_share": self.num_plain_rows / self.num_rows,
-            "fallback": float(bool(self.fallback)),
+            "fallback": float(FallbackReason(self.fallback).number) if self.fallback else 0.0,
         }
 
     def table(self) -> dict[str, Any]:

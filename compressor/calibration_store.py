@@ -1,7 +1,7 @@
 """Finished codes and scales of a calibration, in OUT/.memopt/calibration until the release is complete.
 
     layer-00003.experts-0000-0032.safetensors   codes and scales; figures in its metadata
-    layer-00003.json                            the layer is finished: its parts and their SHA-256
+    layer-00003.json                            the layer is finished: its parts, and what was read for it, by SHA-256
     hidden-00004, selection-00004, …            rows that the next layer starts from (calibrate/row_file.py)
 
 Every file but the rows appears whole or not at all. Several ranks may write into one store, each its own parts.
@@ -26,7 +26,7 @@ from memopt.compressor.checkpoint.disk_errors import read_error
 from memopt.compressor.checkpoint.writer import write_stream_atomically
 from memopt.compressor.placement import place_tensors
 from memopt.compressor.tensor_plan import OutputTensor
-from memopt.errors import ContentError, MissingTensorError
+from memopt.errors import ContentError, MissingTensorError, SourceChangedError
 from memopt.manifests.open_file import open_regular, read_exactly
 from memopt.manifests.safetensors_header import read_header, render_header
 
@@ -55,6 +55,7 @@ class CalibrationStore:
         self._tensors: dict[str, StoredCodes] = {}
         self._figures: dict[str, CalibrationFigures] = {}
         self._kv_scales: dict[str, float] = {}
+        self._sources: dict[str, str] = {}
 
     def part_path(self, layer: int, label: str) -> Path:
         """The file of a layer's part."""
@@ -76,10 +77,18 @@ class CalibrationStore:
         chunks: Iterator[Any] = iter((header, *(by_name[tensor.name].data for tensor in layout)))
         write_stream_atomically(path, chunks, path.with_suffix(".tmp"))
 
-    def finish_layer(self, layer: int, labels: Sequence[str], extra: Mapping[str, Any]) -> None:
-        """Record that `layer` is finished; its parts are `labels`. `extra`: plain JSON that `record` gives back."""
+    def finish_layer(
+        self, layer: int, labels: Sequence[str], extra: Mapping[str, Any], sources: Mapping[str, str] | None = None
+    ) -> None:
+        """Record that `layer` is finished; its parts are `labels`. `extra`: plain JSON that `record` gives back.
+
+        `sources`: SHA-256 (hex) of all source tensors that were read until now. Raises as `require_sources`.
+        """
+        self.require_sources(sources or {})
+        new = {name: digest for name, digest in (sources or {}).items() if name not in self._sources}
+        self._sources |= new
         paths = [self.part_path(layer, label) for label in labels]
-        table = {"parts": {path.name: _sha256(path) for path in paths}, "extra": dict(extra)}
+        table = {"parts": {path.name: _sha256(path) for path in paths}, "extra": dict(extra), "sources": new}
         path = self.folder / f"layer-{layer:05d}.json"
         write_stream_atomically(path, (json.dumps(table, sort_keys=True).encode(),), path.with_suffix(".tmp"))
 
@@ -90,11 +99,25 @@ class CalibrationStore:
             for name, digest in table["parts"].items():
                 if _sha256(self.folder / name) != digest:
                     raise self._damaged(name)
+            self._sources |= table["sources"]
             return dict(table["extra"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise self._damaged(f"layer-{layer:05d}.json") from None
+
+    def require_sources(self, sources: Mapping[str, str]) -> None:
+        """SourceChangedError unless the source tensors with these SHA-256 are those that calibration read, or unread.
+
+        What follows from them would else be codes of other weights than the ledger names.
+        """
+        for name, digest in sources.items():
+            if self._sources.get(name, digest) != digest:
+                raise SourceChangedError(
+                    "differs from what calibration read",
+                    tensor=name,
+                    remedy=f"restore the source, or remove {self.folder.parent.parent} to start anew",
+                )
 
     def _damaged(self, name: str) -> ContentError:
         out = self.folder.parent.parent
@@ -108,6 +131,7 @@ class CalibrationStore:
                 for name in table["parts"]:
                     self._open_part(self.folder / name)
                 self._kv_scales |= table["extra"].get(KV_SCALES_KEY, {})
+                self._sources |= table["sources"]
 
     def open_part(self, layer: int, label: str) -> None:
         """Find the tensors of one part."""

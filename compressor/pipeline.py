@@ -32,7 +32,7 @@ from memopt.compressor.unit_folder import UnitFolder
 from memopt.compressor.unit_record import ErrorsByRole
 from memopt.compressor.units import Unit
 from memopt.compressor.workspace import Workspace, release_file_names
-from memopt.errors import ContentError, DiskFullError, InterruptedRunError, SourceChangedError, UsageError
+from memopt.errors import ContentError, DiskFullError, InterruptedRunError, OutputError, SourceChangedError, UsageError
 from memopt.manifests.workers import StartGate
 
 POLL_SECONDS = 0.2
@@ -146,6 +146,7 @@ def _help_first(job: Job, out: Path, workers: int, ranks: RunRanks) -> None:
     """What a rank other than 0 does of `run_job`: its share of the preparation and of the units.
 
     UsageError if it would make another release: of another source, recipe or calibration data, or with other libraries.
+    OutputError if it does not see what rank 0 writes.
     """
     message = ranks.from_first(b"")
     if message == NOTHING_TO_DO:
@@ -158,6 +159,11 @@ def _help_first(job: Job, out: Path, workers: int, ranks: RunRanks) -> None:
         )
     own = [unit for unit in job.units if unit.number in numbers][ranks.rank :: ranks.num_ranks]
     folder = UnitFolder(out)
+    if not folder.state.is_dir():
+        raise OutputError(
+            f"rank {ranks.rank} does not see what rank 0 writes into {out}",
+            remedy="name one output folder on all ranks, on a file system that all machines see",
+        )
     with _interruptible(f"stopped; {out} keeps every finished unit"), job.open_source() as source:
         job.prepare(folder.state, workers, None, ranks)
         meter = ProgressMeter(None, job.input_size_bytes(own), len(own), resumed_bytes=0, num_resumed_units=0)

@@ -217,12 +217,26 @@ def _check_events(text: str, file: str) -> None:
             raise RecipeError(f"is nested more than {MAX_NESTING} deep", file=file)
 
 
+def _check_values(value: Any, place: str, file: str) -> None:
+    """Refuse a key without a value, and true and false.
+
+    `gate:` alone, its limits indented wrongly, must not mean that there is no gate, nor `kl_max: yes` a limit of 1.
+    """
+    if place and (value is None or isinstance(value, bool)):
+        fault = "has no value" if value is None else "a number or a word is needed, not true or false"
+        raise RecipeError(f"{place}: {fault}", file=file, remedy="write a value, or leave the line out")
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, entry in entries:
+        _check_values(entry, f"{place}.{name}" if place else str(name), file)
+
+
 def parse_recipe(raw: bytes, file: str) -> Recipe:
     """Parse recipe YAML; RecipeError naming the field that is wrong."""
     try:
         text = raw.decode("utf-8")
         _check_events(text, file)
         table = yaml.load(text, Loader=_UniqueKeyLoader)
+        _check_values(table, "", file)
         return Recipe.model_validate(table)
     except ValidationError as problem:
         first = problem.errors()[0]

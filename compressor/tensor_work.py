@@ -66,7 +66,16 @@ class TensorWorker:
         self._buffer = np.empty(self._chunk_bytes, np.uint8)
 
     def run(self, plan: TensorPlan, out: TensorSink) -> TensorResult:
-        """Stream `plan` from the source into `out`. Output digests are the file's to give."""
+        """Stream `plan` from the source into `out`. Output digests are the file's to give.
+
+        SourceChangedError for a tensor that is not what calibration read.
+        """
+        result = self._run(plan, out)
+        if self._calibrated is not None:
+            self._calibrated.require_sources(result.source_sha256)
+        return result
+
+    def _run(self, plan: TensorPlan, out: TensorSink) -> TensorResult:
         if plan.fate is Fate.CALIBRATED and self._calibrated is not None:
             name = plan.outputs[0].name
             out.append(name, np.float32(self._calibrated.kv_scale(name)).tobytes())

@@ -27,14 +27,15 @@ from memopt.runtime.model.norms import rms_norm
 class LayerRows:
     """The files of one layer: `hidden` comes in, `attended` stands behind attention, `out` goes to the next layer.
 
-    `selection_in`, `selection_out`: of sparse attention; `out` None where no layer follows that needs it.
+    `selection_in`, `selection_out`: of sparse attention; `out` None where no layer follows that needs it,
+    `selection_out` where the next one makes its own.
     """
 
     hidden: RowFile
     attended: RowFile
     out: RowFile | None
     selection_in: RowFile | None
-    selection_out: Callable[[int], RowFile]
+    selection_out: Callable[[int], RowFile] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def calibrate_layer(
     for stage in (stage for stage in stages if stage >= NUM_ATTENTION_STAGES):
         layer, found = calibrate_stage(run, number, layer, _of_stage(targets, stage), run_mlp)
         labels += found
-    if targets.experts is not None and isinstance(layer.mlp, MoeBlock):
+    experts_matter = targets.experts is not None and (targets.experts.is_calibrated or rows.out is not None)
+    if experts_matter and targets.experts is not None and isinstance(layer.mlp, MoeBlock):
         experts = ExpertCalibration(run, number, layer, targets.experts, rows.attended)
         experts.calibrate()
         run.barrier()
@@ -102,7 +104,7 @@ def _attend(run: CalibrationRun, layer: DecoderLayer, attention: AttentionPass, 
     selection: RowFile | None = None
     for attended in attention.outputs(layer):
         rows.attended.write(attended.batch.first_row, attended.rows)
-        if attended.selection is not None:
+        if attended.selection is not None and rows.selection_out is not None:
             selection = selection or rows.selection_out(attended.selection.shape[1])
             selection.write(attended.batch.first_row, attended.selection)
     rows.attended.sync()

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from memopt.compressor.calibrate.calibration_run import CalibrationRun
-from memopt.compressor.calibrate.layer_sequence import OnLayer, run_layers
+from memopt.compressor.calibrate.expert_memory import require_calibration_memory
+from memopt.compressor.calibrate.layer_sequence import OnLayer, layer_sequence, run_layers
 from memopt.compressor.calibrate.layer_targets import layer_targets
 from memopt.compressor.calibration_options import CalibrationOptions
 from memopt.compressor.calibration_store import CalibrationStore
@@ -21,7 +25,7 @@ from memopt.compressor.evaluate.token_windows import Window, packed_windows
 from memopt.compressor.evaluate.window_rows import batches
 from memopt.compressor.kv_scale_plan import brings_kv_scales
 from memopt.compressor.plan import Plan
-from memopt.errors import UsageError
+from memopt.errors import SourceChangedError, UsageError
 from memopt.kernels.calibration.float32_matmul import ieee_float32_matmul
 from memopt.kernels.calibration.one_thread import one_cpu_thread
 from memopt.runtime.model.config_file import parse_model_config
@@ -53,25 +57,28 @@ def calibrate_model(
         model = stack.enter_context(StoredModel(folder))
         place = device if device == "cpu" or communicator is None else f"{device}:{local_rank}"
         load = LoadOptions("float32" if device == "cpu" else "bfloat16", "released", place)
-        windows = _windows(model, folder, options)
+        windows = _windows(model, plan, folder, options)
         # Settings of the process, entered before any thread starts. Threads share the work by batches and experts: the
         # bits of a product may depend on how many threads torch gives it.
         stack.enter_context(ieee_float32_matmul())
         stack.enter_context(one_cpu_thread() if device == "cpu" else nullcontext())
         ranks = communicator or SingleRank()
         num_threads = num_workers if device == "cpu" else 1
+        most_threads, memory_bytes = _agreed(ranks, num_threads, options.memory_bytes)
         run = CalibrationRun(
             model,
-            options,
+            replace(options, memory_bytes=memory_bytes),
             load,
             store,
-            batches(windows, _batch_tokens(options, num_threads * ranks.num_ranks)),
+            batches(windows, _batch_tokens(options, most_threads * ranks.num_ranks)),
             ranks,
             stack.enter_context(ThreadPoolExecutor(num_threads, thread_name_prefix="memopt-calibrate")),
             num_threads,
+            most_threads,
             plan.recipe.kv_cache if brings_kv_scales(plan.recipe) else None,
         )
         targets = layer_targets(plan.tensors, model.config.name_prefix)
+        require_calibration_memory(run, targets.values())
         run_layers(run, targets, on_layer)
     store.open()
 
@@ -79,12 +86,21 @@ def calibrate_model(
 def require_calibratable(plan: Plan, options: CalibrationOptions) -> None:
     """Raise what `calibrate_model` would raise for the data or the recipe, before anything is written."""
     if plan.source.folder is not None:
-        layer_targets(plan.tensors, parse_model_config(plan.source.config.raw).name_prefix)
+        config = parse_model_config(plan.source.config.raw)
+        targets = layer_targets(plan.tensors, config.name_prefix)
+        layer_sequence(config, targets, measures_kv=brings_kv_scales(plan.recipe))
         with StoredModel(plan.source.folder) as model:
-            _windows(model, plan.source.folder, options)
+            _windows(model, plan, plan.source.folder, options)
 
 
-def _windows(model: StoredModel, folder: Path, options: CalibrationOptions) -> list[Window]:
+def _agreed(ranks: Communicator, num_threads: int, memory_bytes: int) -> tuple[int, int]:
+    """The most threads and the least memory that a rank has: batches and waves follow from them, the same on all."""
+    most = ranks.maximum(torch.tensor([num_threads, -memory_bytes]))
+    return int(most[0]), -int(most[1])
+
+
+def _windows(model: StoredModel, plan: Plan, folder: Path, options: CalibrationOptions) -> list[Window]:
+    """The samples. SourceChangedError if the file is no longer the one whose digest the release will have."""
     if options.sample_tokens > model.config.max_tokens:
         raise UsageError(
             f"samples of {options.sample_tokens:,} tokens, the model is made for {model.config.max_tokens:,}",
@@ -92,6 +108,13 @@ def _windows(model: StoredModel, folder: Path, options: CalibrationOptions) -> l
         )
     encode = text_encoder(folder) if options.data.suffix == TEXT_SUFFIX else None
     data = read_token_data(options.data, model.config.vocab_size, encode)
+    planned = plan.options.calibration
+    if planned is not None and planned.sha256 != data.digest.sha256:
+        raise SourceChangedError(
+            "was changed after its digest was taken",
+            file=options.data.name,
+            remedy="let nobody write to it, and run the same command again",
+        )
     packed = packed_windows(data, options.num_samples, options.sample_tokens)
     return [Window(number, 0, ids) for number, ids in enumerate(packed)]
 

@@ -28,6 +28,7 @@ RESULTS_AHEAD = 1
 class CalibrationRun:
     """`batches`: all samples; every rank has the same. `pool` has `num_workers` threads, each of one torch thread.
 
+    `most_workers`: threads of the rank that has most of them; what all ranks have to plan alike follows from it.
     `kv_cache`: where its scales are to be measured, else None.
     """
 
@@ -39,6 +40,7 @@ class CalibrationRun:
     communicator: Communicator
     pool: ThreadPoolExecutor
     num_workers: int
+    most_workers: int
     kv_cache: KvCacheChoice | None = None
 
     @property

@@ -1,45 +1,156 @@
-"""How many experts are calibrated at a time: their Hessians, and the work on those that are solved, fit a budget."""
+"""How many experts are calibrated at a time: all that a wave of them takes fits the budget, rows in flight included.
+
+Beside the budget are the layer as stored and what its attention and its finished MLP take (docs/calibration.md).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from memopt.compressor.calibrate.calibration_run import CalibrationRun
-from memopt.compressor.calibrate.layer_targets import ExpertTarget
+from memopt.compressor.calibrate.forced_routing import CANDIDATES_A_ROW
+from memopt.compressor.calibrate.layer_targets import DenseTarget, ExpertTarget, LayerTargets
+from memopt.compressor.calibrate.module_memory import ModuleMemory
 from memopt.compressor.recipe import Int4Format
+from memopt.compressor.tensor_plan import TensorPlan
 from memopt.errors import UsageError
-from memopt.kernels.layout import CALIBRATION_CHUNK_TOKENS
-from memopt.runtime.model.linear import Linear
-from memopt.runtime.model.mlp import GatedMlp
+from memopt.kernels.gemm.int4_gemm_cpu import TILE_WEIGHTS
 
-# Of `round_calibrated`, beside its arguments.
-SOLVE_BYTES_A_WEIGHT = 24
-SOLVE_BYTES_A_HESSIAN_ELEMENT = 50
+# Bytes while a batch's rows become what an expert multiplies, if one expert gets all of them: for each element of a
+# row of the layer (normed, picked, padded, split for the INT4 product), of the router's scores, and of the expert's
+# hidden values (gate and up, twice).
+RUN_BYTES_A_ROW_ELEMENT = 4 * torch.float32.itemsize
+RUN_BYTES_A_SCORE = 3 * torch.float32.itemsize
+RUN_BYTES_A_HIDDEN_ELEMENT = 4 * torch.float32.itemsize
+# The INT4 form that a GPU multiplies lies beside the one that is stored.
+NUM_CODE_FORMS = 2
 
 
-def experts_at_once(run: CalibrationRun, mlp: GatedMlp, target: ExpertTarget) -> int:
-    """Experts of a wave; UsageError if not even one fits, naming what it needs."""
-    halves = ((mlp.gate_up, target.gate_up_form), (mlp.down, target.down_form))
-    held = max(_held_bytes(linear, form) for linear, form in halves)
-    work = run.num_workers * max(_work_bytes(linear, form) for linear, form in halves)
-    budget = run.options.memory_bytes
-    if work + held > budget:
-        raise UsageError(
-            f"one expert needs {work + held:,} bytes with {run.num_workers} workers, the budget is {budget:,}",
-            remedy=f"use --calibration-memory {-(-(work + held) // 2**20)}MiB or more, or fewer --workers",
+@dataclass(frozen=True, slots=True)
+class ExpertMemory:
+    """Of a layer's routed experts: `batch_tokens` rows run at a time, on `num_workers` threads, `num_waiting` results
+    of which may be there besides those that run.
+
+    `forced_tokens`: the most that an expert gets of others (`--coverage-tokens`).
+    """
+
+    gate_up: ModuleMemory
+    down: ModuleMemory
+    num_experts: int
+    experts_per_token: int
+    batch_tokens: int
+    forced_tokens: int
+    num_workers: int
+    num_waiting: int
+
+    def wave_bytes(self, num_experts: int) -> int:
+        """The most that `num_experts` at a time take, whatever the router chooses: collecting or rounding."""
+        gate_up, down = self.gate_up, self.down
+        hidden = gate_up.num_columns
+        forced = self.forced_tokens * hidden * torch.float32.itemsize
+        done = NUM_CODE_FORMS * gate_up.codes_bytes
+        # The layer's own statistics, beside the experts', for those that got tokens of others.
+        broad = gate_up.statistics_bytes
+        peak = max(
+            num_experts * gate_up.statistics_bytes + self._collect_bytes(gate_up, num_experts),
+            num_experts * gate_up.statistics_bytes + broad + self._broad_bytes(),
+            num_experts * (gate_up.statistics_bytes + gate_up.codes_bytes)
+            + broad
+            + self.num_workers * gate_up.solve_bytes,
+            num_experts * (done + down.statistics_bytes) + self._collect_bytes(down, num_experts),
+            num_experts * (done + down.statistics_bytes + down.codes_bytes) + self.num_workers * down.solve_bytes,
         )
-    return max(1, (budget - work) // held)
+        return num_experts * forced + peak
+
+    def experts_at_once(self, budget_bytes: int) -> int:
+        """Experts of a wave, at most all of them. UsageError if not even one fits, naming what it needs."""
+        least = self.wave_bytes(1)
+        if least > budget_bytes:
+            raise _too_small("one expert", least, budget_bytes, f" with {self.num_workers} workers")
+        return max(count for count in range(1, self.num_experts + 1) if self.wave_bytes(count) <= budget_bytes)
+
+    def _collect_bytes(self, module: ModuleMemory, num_experts: int) -> int:
+        """While batches run through the router, and for down through gate and up, and statistics take the rows."""
+        if not (self.gate_up.form.is_calibrated or self.down.form.is_calibrated):
+            return 0
+        row = RUN_BYTES_A_ROW_ELEMENT * self.gate_up.num_columns + RUN_BYTES_A_SCORE * self.num_experts
+        tile = 0
+        if module is self.down:
+            row += RUN_BYTES_A_HIDDEN_ELEMENT * module.num_columns
+            tile = torch.float32.itemsize * min(TILE_WEIGHTS, self.gate_up.num_rows * self.gate_up.num_columns)
+        # Batches; or what an expert that needs tokens of others may take, looked at by one thread.
+        num_running = max(self.num_workers * max(self.batch_tokens, self.forced_tokens), self._num_candidates)
+        running = row * num_running + self.num_workers * tile
+        if not module.form.is_calibrated:
+            return running
+        # A token has so many different experts of the wave at most, and an expert every token of a batch.
+        num_chosen = min(self.experts_per_token, num_experts)
+        results = (self.num_workers + self.num_waiting) * module.input_bytes(num_chosen * self.batch_tokens)
+        num_adding = min(self.num_workers, num_experts)
+        adding = module.add_bytes(min(num_adding, num_chosen) * self.batch_tokens, num_adding)
+        all_inputs = num_chosen * module.most_tokens + num_experts * self.forced_tokens
+        waiting = min(num_experts * module.waiting_bytes, module.input_bytes(all_inputs))
+        return waiting + running + results + adding
+
+    @property
+    def _num_candidates(self) -> int:
+        return CANDIDATES_A_ROW * self.forced_tokens
+
+    def _broad_bytes(self) -> int:
+        """While rows of the layer, whatever expert they chose, are added to its own statistics."""
+        rows = self.batch_tokens * RUN_BYTES_A_ROW_ELEMENT * self.gate_up.num_columns
+        return self.gate_up.waiting_bytes + rows + self.gate_up.add_bytes(self.batch_tokens)
 
 
-def _held_bytes(linear: Linear, form: Int4Format) -> int:
-    """Of one expert's statistics: Hessian, second moments, tokens that wait for a full chunk, and its codes."""
-    columns = linear.num_columns
-    hessian = columns * columns * torch.float32.itemsize if form.method == "gptq" else 0
-    waiting = columns * CALIBRATION_CHUNK_TOKENS * torch.bfloat16.itemsize
-    codes = linear.num_rows * columns
-    return hessian + waiting + columns * torch.float64.itemsize + codes
+def expert_memory(run: CalibrationRun, target: ExpertTarget) -> ExpertMemory:
+    """Of the experts of `target` in `run`."""
+    return ExpertMemory(
+        _module(run, target.gate_up[0], target.gate_up_form),
+        _module(run, target.down[:1], target.down_form),
+        len(target.down),
+        run.config.moe.experts_per_token,
+        _batch_tokens(run),
+        min(run.options.coverage_tokens, run.num_rows),
+        run.most_workers,
+        # One more is in the hands of the consumer.
+        run.ahead - run.num_workers + 1,
+    )
 
 
-def _work_bytes(linear: Linear, form: Int4Format) -> int:
-    hessian = linear.num_columns**2 if form.method == "gptq" else 0
-    return SOLVE_BYTES_A_WEIGHT * linear.num_rows * linear.num_columns + SOLVE_BYTES_A_HESSIAN_ELEMENT * hessian
+def require_calibration_memory(run: CalibrationRun, targets: Iterable[LayerTargets]) -> None:
+    """UsageError unless every wave of one expert and every dense module fits `run.options.memory_bytes`."""
+    for layer in targets:
+        for target in layer.dense:
+            _require_dense(run, target)
+        if layer.experts is not None:
+            expert_memory(run, layer.experts).experts_at_once(run.options.memory_bytes)
+
+
+def _require_dense(run: CalibrationRun, target: DenseTarget) -> None:
+    if not target.form.is_calibrated:
+        return
+    needed = _module(run, target.weights, target.form).alone_bytes(_batch_tokens(run))
+    if needed > run.options.memory_bytes:
+        raise _too_small(target.weights[0].source.spec.name, needed, run.options.memory_bytes)
+
+
+def _batch_tokens(run: CalibrationRun) -> int:
+    return max(batch.num_rows for batch in run.batches)
+
+
+def _module(run: CalibrationRun, weights: Sequence[TensorPlan], form: Int4Format) -> ModuleMemory:
+    """Of weights whose rows lie below each other."""
+    shapes = [plan.source.spec.shape for plan in weights]
+    # Each of the samples' tokens, and those that it gets for coverage, which are other ones.
+    return ModuleMemory(sum(shape[0] for shape in shapes), shapes[0][1], form, run.num_rows)
+
+
+def _too_small(what: str, needed_bytes: int, budget_bytes: int, condition: str = "") -> UsageError:
+    remedy = f"use --calibration-memory {-(-needed_bytes // 2**20)}MiB or more"
+    return UsageError(
+        f"{what} needs {needed_bytes:,} bytes{condition}, the budget is {budget_bytes:,}",
+        remedy=f"{remedy}, or fewer --workers" if condition else remedy,
+    )

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from memopt.compressor.calibrate.module_statistics import ModuleStatistics, shrink_statistics
-from memopt.compressor.calibrate.rounding_report import ExpertReport, FallbackReason, RoundingMethod
+from memopt.compressor.calibrate.rounding_report import ExpertReport, RoundingMethod
+from memopt.compressor.fallback_reason import FallbackReason
 from memopt.compressor.recipe import DEFAULT_DAMPING, Int4Format
 from memopt.errors import UsageError
 from memopt.kernels.calibration.float32_matmul import ieee_float32_matmul

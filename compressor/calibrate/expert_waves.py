@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memopt.compressor.calibrate.calibration_run import CalibrationRun, share
-from memopt.compressor.calibrate.expert_memory import experts_at_once
+from memopt.compressor.calibrate.expert_memory import expert_memory
 from memopt.compressor.calibrate.forced_routing import forced_rows, without_own
 from memopt.compressor.calibrate.layer_places import weight_of
 from memopt.compressor.calibrate.layer_targets import ExpertTarget
@@ -48,7 +48,7 @@ LAYER_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """What experts of a wave multiply in one batch: rows in the type of activations, by expert; and who was chosen.
+    """What experts of a wave multiply in one batch: rows in BF16, as statistics take them, by expert; who was chosen.
 
     `counts` int64 [E]: tokens of all experts of the layer.
     """
@@ -82,17 +82,21 @@ class ExpertCalibration:
     def calibrate(self) -> None:
         """Solve this rank's experts, wave after wave, and store them."""
         for wave in self._waves(self._run.rank):
-            gate_up = self._solve_gate_up(wave)
-            down = self._solve_down(wave, gate_up)
-            pairs = zip(wave, gate_up, down, strict=True)
-            tensors: list[StoredPart] = []
-            figures: dict[str, CalibrationFigures] = {}
-            for expert, first, second in pairs:
-                for solved, weights in ((first, self._target.gate_up[expert]), (second, (self._target.down[expert],))):
-                    tensors += stored_parts(solved, weights)
-                    if solved.figures is not None:
-                        figures |= {plan.source.spec.name: solved.figures for plan in weights}
-            self._run.store.write_part(self._number, _label(wave), tensors, figures)
+            self._calibrate_wave(wave)
+            self._forced = {}
+
+    def _calibrate_wave(self, wave: range) -> None:
+        """A function of its own, so that nothing of a wave is left when the next one starts."""
+        gate_up = self._solve_gate_up(wave)
+        down = self._solve_down(wave, gate_up)
+        tensors: list[StoredPart] = []
+        figures: dict[str, CalibrationFigures] = {}
+        for expert, first, second in zip(wave, gate_up, down, strict=True):
+            for solved, weights in ((first, self._target.gate_up[expert]), (second, (self._target.down[expert],))):
+                tensors += stored_parts(solved, weights)
+                if solved.figures is not None:
+                    figures |= {plan.source.spec.name: solved.figures for plan in weights}
+        self._run.store.write_part(self._number, _label(wave), tensors, figures)
 
     def quantized(self) -> Int4Experts:
         """All experts of all ranks, from the store."""
@@ -105,7 +109,7 @@ class ExpertCalibration:
     def _waves(self, rank: int) -> Iterator[range]:
         num_experts = len(self._mlps)
         own = share(num_experts, rank, self._run.communicator.num_ranks)
-        step = experts_at_once(self._run, self._mlps[0], self._target)
+        step = expert_memory(self._run, self._target).experts_at_once(self._run.options.memory_bytes)
         for first in range(own.start, own.stop, step):
             yield range(first, min(first + step, own.stop))
 
@@ -116,9 +120,6 @@ class ExpertCalibration:
         form = self._target.gate_up_form
         linears = [self._mlps[expert].gate_up for expert in wave]
         if not form.is_calibrated:
-            if self._target.down_form.is_calibrated:
-                # Down's pass has to know whom too few tokens chose.
-                self._collect(wave, None, lambda _, rows: rows)
             return self._solve(wave, linears, form, None, None)
         statistics = self._collect(wave, form, lambda _, rows: rows)
         broad = self._layer_statistics(form) if self._forced else None
@@ -166,37 +167,41 @@ class ExpertCalibration:
         return list(self._run.pool.map(one, range(len(wave))))
 
     def _collect(
-        self, wave: range, form: Int4Format | None, inputs_of: Callable[[int, Tensor], Tensor]
+        self, wave: range, form: Int4Format, inputs_of: Callable[[int, Tensor], Tensor]
     ) -> list[ModuleStatistics]:
-        """Statistics of what each expert of `wave` multiplies: `inputs_of` its rows, forced ones last."""
+        """Statistics of what each expert of `wave` multiplies: `inputs_of` its rows, forced ones last, which are kept
+        in `_forced`.
+        """
         run = self._run
 
         def of_batch(batch: WindowBatch) -> ExpertRows:
-            rows, counts = self._rows_of(batch, wave if form is not None else range(0))
-            return ExpertRows({expert: inputs_of(expert, found) for expert, found in rows.items()}, counts)
+            return self._rows_of(batch, wave, inputs_of)
+
+        def add(expert: int, rows: Tensor) -> None:
+            collectors[expert].add(rows)
+
+        def add_forced(expert: int) -> None:
+            add(expert, inputs_of(expert, self._normed(self._forced[expert])).to(torch.bfloat16))
 
         collectors: dict[int, StatisticsCollector] = {}
         counts = torch.zeros(len(self._mlps), dtype=torch.int64)
         for found in ordered_map(run.pool, of_batch, run.batches, run.ahead):
             counts += found.counts
-            if form is not None:
-                for expert, rows in found.rows.items():
-                    if expert not in collectors:
-                        collectors[expert] = self._collector(rows.shape[1], form)
-                _add_all(run, collectors, found.rows)
+            for expert, rows in found.rows.items():
+                if expert not in collectors:
+                    collectors[expert] = self._collector(rows.shape[1], form)
+            list(run.pool.map(add, found.rows, found.rows.values()))
         self._forced = self._choose_forced(wave, counts)
-        if form is None:
-            return []
-        forced = {expert: inputs_of(expert, self._normed(rows)) for expert, rows in self._forced.items()}
-        _add_all(run, collectors, forced)
+        list(run.pool.map(add_forced, self._forced))
         return [collectors[expert].finish() for expert in wave]
 
-    def _rows_of(self, batch: WindowBatch, wave: range) -> tuple[dict[int, Tensor], Tensor]:
-        """Normed rows of a batch by expert of `wave`, and how many tokens each expert of the layer has."""
+    def _rows_of(self, batch: WindowBatch, wave: range, inputs_of: Callable[[int, Tensor], Tensor]) -> ExpertRows:
+        """`inputs_of` the normed rows of each expert of `wave`, one expert after the other."""
         x = self._normed(self._attended.read(batch.first_row, batch.num_rows))
         ids = self._moe.routing(x).expert_ids
         counts = torch.bincount(ids.flatten(), minlength=len(self._mlps)).cpu()
-        return {expert: x[(ids == expert).any(dim=1)] for expert in wave}, counts
+        rows = {expert: inputs_of(expert, x[(ids == expert).any(dim=1)]).to(torch.bfloat16) for expert in wave}
+        return ExpertRows(rows, counts)
 
     def _normed(self, rows: Tensor) -> Tensor:
         return rms_norm(rows.to(self._run.load.device), self._layer.post_norm, self._layer.eps)
@@ -228,23 +233,18 @@ class ExpertCalibration:
         return StatisticsCollector(1, num_columns, with_hessian=form.method == "gptq", device=self._run.load.device)
 
     def _stack(self, weights: Sequence[Sequence[TensorPlan]], form: Int4Format) -> Int4Weight:
-        stacked: list[tuple[Tensor, Tensor]] = []
-        read = self._run.store.read
-        for plans in weights:
-            parts = [(read(plan.outputs[0].name), read(plan.outputs[1].name)) for plan in plans]
-            stacked.append(loaded(parts, plans))
-        packed, scales = zip(*stacked, strict=True)
-        device = self._run.load.device
-        return Int4Weight(torch.stack(packed).to(device), torch.stack(scales).to(device), form.weights_per_scale)
+        read, device = self._run.store.read, self._run.load.device
 
+        def of_expert(plans: Sequence[TensorPlan]) -> tuple[Tensor, Tensor]:
+            return loaded([(read(plan.outputs[0].name), read(plan.outputs[1].name)) for plan in plans], plans)
 
-def _add_all(run: CalibrationRun, collectors: dict[int, StatisticsCollector], rows: dict[int, Tensor]) -> None:
-    """Add every expert's rows to its sums, experts side by side."""
-
-    def add(expert: int) -> None:
-        collectors[expert].add(rows[expert].to(torch.bfloat16))
-
-    list(run.pool.map(add, rows))
+        # Filled in place: a list of all experts would be a second copy of the stack.
+        packed, scale = (
+            torch.empty(len(weights), *part.shape, dtype=part.dtype, device=device) for part in of_expert(weights[0])
+        )
+        for number, plans in enumerate(weights):
+            packed[number], scale[number] = of_expert(plans)
+        return Int4Weight(packed, scale, form.weights_per_scale)
 
 
 def _label(wave: range) -> str:

@@ -12,12 +12,12 @@ from torch import Tensor
 # Fractional part of the golden ratio: multiples of it lie apart from each other (Knuth, volume 3, 6.4).
 _GOLDEN = 0.6180339887498949
 # Rows that are looked at for each one that is wanted: some of them chose the expert by themselves.
-_CANDIDATES = 4
+CANDIDATES_A_ROW = 4
 
 
 def forced_rows(expert: int, num_wanted: int, num_rows: int) -> Tensor:
     """int64 [N], ascending: rows of `num_rows` that may go to `expert`, more than `num_wanted`, or all there are."""
-    count = min(num_rows, _CANDIDATES * num_wanted)
+    count = min(num_rows, CANDIDATES_A_ROW * num_wanted)
     if count < 1:
         return torch.empty(0, dtype=torch.int64)
     start = (expert * _GOLDEN) % 1

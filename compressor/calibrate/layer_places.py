@@ -13,30 +13,14 @@ from memopt.errors import UnsupportedError
 from memopt.kernels.float8_reference import weight_values
 from memopt.runtime.model.decoder_layer import DecoderLayer
 from memopt.runtime.model.linear import Linear
-from memopt.runtime.weights.linears import DenseLinear, Fp8BlockLinear, RowParallelLinear, StackedLinear
+from memopt.runtime.weights.linears import DenseLinear, Fp8BlockLinear, RowParallelLinear, StackedLinear, WrappedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedLinear:
+class RecordedLinear(WrappedLinear):
     """A projection that hands on what it multiplies."""
 
-    linear: Linear
     record: Callable[[Tensor], None]
-
-    @property
-    def num_rows(self) -> int:
-        """N."""
-        return self.linear.num_rows
-
-    @property
-    def num_columns(self) -> int:
-        """K."""
-        return self.linear.num_columns
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the weight."""
-        return self.linear.size_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, N] of x [M, K]."""

@@ -5,7 +5,7 @@ The rows that a layer starts from stay until it is finished: a run that was kill
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +17,12 @@ from memopt.compressor.calibrate.calibration_run import CalibrationRun
 from memopt.compressor.calibrate.kv_scales import layer_kv_scales
 from memopt.compressor.calibrate.layer_targets import LayerTargets
 from memopt.compressor.calibrate.mtp_rows import mtp_windows, write_mtp_rows
+from memopt.compressor.calibrate.row_file import RowFile
 from memopt.compressor.calibration_store import KV_SCALES_KEY, remove_quietly
 from memopt.compressor.evaluate.window_rows import batches
 from memopt.errors import ContentError, UnsupportedError
 from memopt.runtime.model.decoder_layer import DecoderLayer
+from memopt.runtime.model.model_config import ModelConfig
 from memopt.runtime.weights.layer_builder import build_embedding
 
 # Called with the number of finished layers, and how many there are to do.
@@ -29,7 +31,7 @@ _COLUMNS_KEY = "selection_columns"
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class LayerSequence:
     """Which layers run: the decoder's up to `num_decoder`, then the MTP layer if `has_mtp`."""
 
     num_decoder: int
@@ -37,15 +39,15 @@ class _Sequence:
 
     @property
     def num_layers(self) -> int:
+        """Of both kinds."""
         return self.num_decoder + self.has_mtp
 
 
 def run_layers(run: CalibrationRun, targets: dict[int, LayerTargets], on_layer: OnLayer) -> None:
-    """Calibrate all `targets`; layers behind the last of them are not run. Raises as `calibrate_layer`.
-
-    UnsupportedError for a second MTP layer that needs data.
+    """Calibrate all `targets`; layers behind the last of them are not run. Raises as `calibrate_layer`, and as
+    `layer_sequence`.
     """
-    sequence = _sequence(run, targets)
+    sequence = layer_sequence(run.config, targets, measures_kv=run.kv_cache is not None)
     columns, first = 0, 0
     while first < sequence.num_decoder and (extra := run.store.record(first)) is not None:
         columns = int(extra[_COLUMNS_KEY])
@@ -64,17 +66,21 @@ def run_layers(run: CalibrationRun, targets: dict[int, LayerTargets], on_layer: 
         on_layer(sequence.num_layers, sequence.num_layers)
 
 
-def _sequence(run: CalibrationRun, targets: dict[int, LayerTargets]) -> _Sequence:
-    num_layers = run.config.num_layers
+def layer_sequence(config: ModelConfig, targets: Mapping[int, LayerTargets], *, measures_kv: bool) -> LayerSequence:
+    """The layers that `targets` need, up to the last one with data; with `measures_kv` all that store keys.
+
+    UnsupportedError for a second MTP layer among them.
+    """
+    num_layers = config.num_layers
     last = max((layer for layer, found in targets.items() if found.is_calibrated), default=-1)
-    if run.kv_cache is not None:
-        last = num_layers + run.config.num_mtp_layers - 1
+    if measures_kv:
+        last = num_layers + config.num_mtp_layers - 1
     if last > num_layers:
         raise UnsupportedError(
             f"layer {last} is a second MTP layer, which calibration does not run",
             remedy="give its experts method rtn by a rule of their own, and kv_cache scales: unit",
         )
-    return _Sequence(min(last + 1, num_layers), last == num_layers)
+    return LayerSequence(min(last + 1, num_layers), last == num_layers)
 
 
 def _run_layer(
@@ -87,9 +93,16 @@ def _run_layer(
     has_next: bool,
     prefix: str = "",
 ) -> int:
-    """Calibrate one layer and record it; the columns of the selection that it leaves for the next one."""
+    """Calibrate one layer and record it; the columns of the selection that it leaves for the next one.
+
+    A ContentError that names no tensor gets the layer's name.
+    """
     found = targets.get(number) or LayerTargets(number, (), None)
     names = [f"{prefix}{name}-{number:05d}" for name in ("hidden", "attended", "selection")]
+
+    def next_selection(num_columns: int) -> RowFile:
+        return run.rows(f"selection-{number + 1:05d}", num_columns, torch.int32)
+
     with ExitStack() as stack:
         selection = stack.enter_context(run.rows(names[2], columns, torch.int32)) if columns else None
         rows = LayerRows(
@@ -97,14 +110,19 @@ def _run_layer(
             stack.enter_context(run.rows(names[1])),
             stack.enter_context(run.rows(_hidden(number + 1))) if has_next else None,
             selection,
-            lambda count: run.rows(f"{prefix}selection-{number + 1:05d}", count, torch.int32),
+            next_selection if has_next and not run.config.has_indexer(number + 1) else None,
         )
-        done = calibrate_layer(run, number, layer, found, rows)
+        try:
+            done = calibrate_layer(run, number, layer, found, rows)
+        except ContentError as problem:
+            # Inputs that overflow, say: they follow from many tensors.
+            problem.tensor = problem.tensor or f"{run.config.name_prefix}model.layers.{number}"
+            raise
     scales = {} if run.kv_cache is None else layer_kv_scales(run, number, done.ranges)
     run.barrier()
     if run.rank == 0:
         extra: dict[str, Any] = {_COLUMNS_KEY: done.selection_columns, KV_SCALES_KEY: scales}
-        run.store.finish_layer(number, done.labels, extra)
+        run.store.finish_layer(number, done.labels, extra, run.model.read_sha256)
         for name in names:
             remove_quietly(run.store.folder / name)
     run.barrier()

@@ -56,6 +56,11 @@ class ExpertTarget:
     gate_up_form: Int4Format
     down_form: Int4Format
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether any of them needs data."""
+        return self.gate_up_form.is_calibrated or self.down_form.is_calibrated
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTargets:
@@ -68,10 +73,8 @@ class LayerTargets:
     @property
     def is_calibrated(self) -> bool:
         """Whether any of it needs data; the rest is rounded plainly, as the release will be."""
-        forms = [target.form for target in self.dense]
-        if self.experts is not None:
-            forms += [self.experts.gate_up_form, self.experts.down_form]
-        return any(form.is_calibrated for form in forms)
+        has_experts = self.experts is not None and self.experts.is_calibrated
+        return has_experts or any(target.form.is_calibrated for target in self.dense)
 
 
 def layer_targets(tensors: Iterable[TensorPlan], name_prefix: str) -> dict[int, LayerTargets]:

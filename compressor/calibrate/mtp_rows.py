@@ -10,7 +10,7 @@ from memopt.compressor.evaluate.token_windows import Window
 from memopt.runtime.model.decoder_layer import DecoderLayer
 from memopt.runtime.model.norms import rms_norm
 from memopt.runtime.model.vocabulary import Head
-from memopt.runtime.weights.layer_builder import build_embedding, build_head, build_norm
+from memopt.runtime.weights.layer_builder import build_embedding, build_norm
 from memopt.runtime.weights.linears import DenseLinear
 
 
@@ -31,11 +31,9 @@ def write_mtp_rows(
     top = run.model.top_level()
     embedding = build_embedding(run.config, top, "model.embed_tokens.weight", run.load)
     norm = build_norm(run.config, top, "model.norm.weight", run.load)
-    if run.config.is_embedding_tied:
-        head = Head(DenseLinear(embedding.weight), run.load.communicator)
-    else:
-        head = build_head(run.config, top, "lm_head", run.load)
-    layer = run.model.mtp_layer(number, run.load, embedding, head)
+    del top
+    # No logits are computed: the embedding stands where a head has to be, which would be as large.
+    layer = run.model.mtp_layer(number, run.load, embedding, Head(DenseLinear(embedding.weight), run.load.communicator))
     eps = run.config.rms_norm_eps
     for batch in mtp.own_batches:
         row = batch.first_row

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal
 
+from memopt.compressor.fallback_reason import FallbackReason
+
 RoundingMethod = Literal["plain", "weighted", "gptq"]
-
-
-class FallbackReason(StrEnum):
-    """Why an expert ended with a lesser method than the recipe asked for."""
-
-    FEW_TOKENS = "too few tokens"
-    NO_SIGNAL = "every input was zero"
-    SINGULAR = "the Hessian is not positive definite, even with the largest damping"
-    NO_GAIN = "plain rounding serves every row better"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from memopt.errors import DataFileError
+from memopt.errors import ContentError, DataFileError, UsageError
 from memopt.manifests.safetensors_header import LENGTH_SIZE_BYTES, header_length, parse_header
 from memopt.manifests.strict_json import parse_json_object, read_capped
 
@@ -60,6 +60,7 @@ def read_token_data(path: Path, vocab_size: int, encode: Encode | None) -> Token
     DataFileError naming the line or tensor for data that is empty, wrongly encoded, too short or outside the
     vocabulary; MissingFileError and MemoptIOError as `open_regular`.
     """
+    size_limit = data_size_limit(path)
     if path.suffix == TEXT_SUFFIX:
         if encode is None:
             raise DataFileError(
@@ -67,15 +68,11 @@ def read_token_data(path: Path, vocab_size: int, encode: Encode | None) -> Token
                 file=path.name,
                 remedy=f"tokenize it yourself and give an int32 tensor in a {IDS_SUFFIX} file",
             )
-        raw = read_capped(path, MAX_TEXT_FILE_BYTES, DataFileError)
+        raw = read_capped(path, size_limit, DataFileError)
         documents = tuple(_encoded(text, line, encode, path.name) for line, text in text_lines(raw, path.name))
-    elif path.suffix == IDS_SUFFIX:
-        raw = read_capped(path, MAX_IDS_FILE_BYTES, DataFileError)
-        documents = _id_documents(raw, path.name)
     else:
-        raise DataFileError(
-            f"ends neither in {TEXT_SUFFIX} nor in {IDS_SUFFIX}", file=path.name, remedy='write {"text": …} lines'
-        )
+        raw = read_capped(path, size_limit, DataFileError)
+        documents = _id_documents(raw, path.name)
     for number, document in enumerate(documents, start=1):
         _check_ids(document, number, vocab_size, path.name)
     if all(len(document) < MIN_DOCUMENT_TOKENS for document in documents):
@@ -86,6 +83,17 @@ def read_token_data(path: Path, vocab_size: int, encode: Encode | None) -> Token
     digest = hashlib.sha256(raw).hexdigest()
     num_tokens = sum(len(document) for document in documents)
     return TokenData(documents, DataDigest(digest, len(raw), kind, len(documents), num_tokens))
+
+
+def data_size_limit(path: Path) -> int:
+    """Bytes that are read of a data file of this name; DataFileError for another suffix than the two."""
+    if path.suffix == TEXT_SUFFIX:
+        return MAX_TEXT_FILE_BYTES
+    if path.suffix == IDS_SUFFIX:
+        return MAX_IDS_FILE_BYTES
+    raise DataFileError(
+        f"ends neither in {TEXT_SUFFIX} nor in {IDS_SUFFIX}", file=path.name, remedy='write {"text": …} lines'
+    )
 
 
 def text_lines(raw: bytes, file: str) -> Iterator[tuple[int, str]]:
@@ -128,10 +136,16 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _encoded(text: str, line: int, encode: Encode, file: str) -> TokenIds:
-    """Ids of one document."""
-    ids = np.asarray(encode(text), dtype=np.int64)
+    """Ids of one document; DataFileError naming its line for a text that the tokenizer refuses."""
+    place = f"{file}, line {line}"
+    try:
+        ids = np.asarray(encode(text), dtype=np.int64)
+    except (ContentError, UsageError) as problem:
+        raise DataFileError(
+            f"cannot be tokenized: {problem.message}", file=place, remedy="leave the line out, or cut its text"
+        ) from None
     if ids.ndim != 1:
-        raise DataFileError(f"the tokenizer gave ids of shape {list(ids.shape)}", file=f"{file}, line {line}")
+        raise DataFileError(f"the tokenizer gave ids of shape {list(ids.shape)}", file=place)
     return ids
 
 

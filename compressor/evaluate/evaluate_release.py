@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from memopt.compressor.evaluate.calibration_data import TEXT_SUFFIX, Encode, TokenData, read_token_data
+from memopt.compressor.evaluate.calibration_data import IDS_SUFFIX, TEXT_SUFFIX, Encode, TokenData, read_token_data
 from memopt.compressor.evaluate.quality import Conditions, Quality, measure_quality
 from memopt.compressor.evaluate.release_gate import refuse_calibration_data
 from memopt.compressor.evaluate.release_weights import require_release
@@ -17,7 +17,7 @@ from memopt.compressor.evaluate.task_scores import TaskScore
 from memopt.compressor.evaluate.token_scores import TokenScores
 from memopt.compressor.evaluate.token_windows import Window, document_windows
 from memopt.compressor.evaluate.window_scores import score_windows, window_numbers
-from memopt.errors import DataFileError, ShapeError, UsageError
+from memopt.errors import DataFileError, ShapeError, UnsupportedError, UsageError
 from memopt.manifests.strict_json import read_capped
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _opened(stack: ExitStack, base: Path, release: Path, data: Path, options: Ev
         )
     encode = text_encoder(base) if data.suffix == TEXT_SUFFIX else None
     read = read_token_data(data, of_base.config.vocab_size, encode)
-    refuse_calibration_data(release, read.digest.sha256)
+    refuse_calibration_data(release, read.digest.sha256, data.name)
     windows = document_windows(read, options.window_tokens, options.max_windows)
     longest = max(len(window.ids) for window in windows)
     max_tokens = min(of_base.config.max_tokens, of_release.config.max_tokens)
@@ -131,7 +131,11 @@ def text_encoder(folder: Path) -> Encode:
     def read_file(name: str) -> bytes:
         return read_capped(folder / name, MAX_TOKENIZER_BYTES, DataFileError)
 
-    return load_tokenizer(read_file, [path.name for path in folder.iterdir() if path.is_file()]).encode
+    try:
+        return load_tokenizer(read_file, [path.name for path in folder.iterdir() if path.is_file()]).encode
+    except UnsupportedError as problem:
+        problem.remedy = f"tokenize the text yourself, and give its ids in a {IDS_SUFFIX} file"
+        raise
 
 
 def _conditions(options: EvaluateOptions, num_windows: int) -> Conditions:

@@ -14,6 +14,7 @@ import typing
 from typing import Any
 
 from memopt.compressor.evaluate.quality import Quality
+from memopt.compressor.evaluate.quality_bounds import impossible_figure
 from memopt.errors import QualityFileError
 from memopt.manifests.strict_json import parse_json_object
 
@@ -30,16 +31,22 @@ def render_quality(quality: Quality) -> bytes:
 
 
 def parse_quality(raw: bytes, file: str = QUALITY_NAME) -> Quality:
-    """`raw` back as a Quality; QualityFileError for unknown or missing keys, wrong types, or any other spelling."""
+    """`raw` back as a Quality.
+
+    QualityFileError for unknown or missing keys, wrong types, any other spelling, and figures that nobody measured.
+    """
     if len(raw) > MAX_QUALITY_SIZE_BYTES:
         raise QualityFileError(f"{len(raw):,} bytes, at most {MAX_QUALITY_SIZE_BYTES:,} are read", file=file)
     table = parse_json_object(raw, file, QualityFileError)
     if table.pop("format", None) != QUALITY_FORMAT:
         raise QualityFileError(f"format is not {QUALITY_FORMAT}", file=file, remedy="read it with another memopt")
-    quality = _value(Quality, table, "quality", file)
+    quality = typing.cast(Quality, _value(Quality, table, "quality", file))
     if render_quality(quality) != raw:
         raise QualityFileError("is not spelled canonically", file=file, remedy="fetch it again")
-    return typing.cast(Quality, quality)
+    fault = impossible_figure(quality)
+    if fault is not None:
+        raise QualityFileError(f"{fault}: no measurement gives that", file=file, remedy="evaluate again")
+    return quality
 
 
 def figure_text(value: float) -> str:

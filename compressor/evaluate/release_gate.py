@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,14 @@ class EvaluatedRelease:
         """Write report.html, then quality.json. The gate is not enforced: what failed can be read in the report."""
         report = render_report(quality, self.figures, self.checks(quality))
         for name, raw in ((REPORT_NAME, report), (QUALITY_NAME, render_quality(quality))):
-            write_atomically(self.folder / name, raw, self.folder / f".{name}.partial")
+            temporary = self.folder / f".{name}.partial"
+            # A link in its place would be written through.
+            temporary.unlink(missing_ok=True)
+            try:
+                write_atomically(self.folder / name, raw, temporary)
+            finally:
+                # What is left in the folder would be signed.
+                temporary.unlink(missing_ok=True)
 
     def require(self, quality: Quality) -> None:
         """QualityGateError unless every check of its gate holds."""
@@ -74,38 +82,59 @@ def refuse_signed(folder: Path) -> None:
         )
 
 
-def refuse_calibration_data(folder: Path, sha256: str) -> None:
-    """DataFileError if the release in `folder` was calibrated on the data file of digest `sha256` (hex)."""
+def require_writable(folder: Path) -> None:
+    """OutputError unless report.html and quality.json can be written into `folder`."""
+    for path in (folder / REPORT_NAME, folder / QUALITY_NAME):
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            raise OutputError("is in the way: it is no plain file", file=str(path), remedy="remove it")
+    if not os.access(folder, os.W_OK):
+        raise OutputError(
+            "cannot be written into", file=str(folder), remedy="give yourself the right to, or use --no-write"
+        )
+
+
+def refuse_calibration_data(folder: Path, sha256: str, file: str) -> None:
+    """DataFileError naming `file` if the release in `folder` was calibrated on it, whose digest is `sha256` (hex)."""
     calibration = release_table(folder).get("calibration")
     if isinstance(calibration, dict) and calibration.get("data_sha256") == sha256:
         raise DataFileError(
             "is what the release was calibrated on: there it loses less than elsewhere",
+            file=file,
             remedy="evaluate on text that calibration never saw",
         )
 
 
 def require_release_gate(folder: Path) -> tuple[GateCheck, ...]:
     """Every check of the release's gate; to be called before it is signed. Nothing is required without a gate, nor
-    of a folder that memopt did not make.
+    of a folder that memopt did not make; but a quality.json that is there must be this release's.
 
     QualityGateError (exit code 5) when quality.json is missing or a limit does not hold, ContentError when it was
     measured on other weights, QualityFileError when it is malformed.
     """
-    gate = _gate_of(release_table(folder)) if (folder / RELEASE_NAME).is_file() else None
-    if gate is None:
+    if not (folder / RELEASE_NAME).is_file():
         return ()
-    if not (folder / QUALITY_NAME).is_file():
+    gate = _gate_of(release_table(folder))
+    # Whatever has that name: what is no file is refused by reading it.
+    if os.path.lexists(folder / QUALITY_NAME):
+        quality = _own_quality(folder)
+        return () if gate is None else require_gate(gate, quality)
+    if gate is not None:
         raise QualityGateError(
             "its recipe sets a quality gate, and there is no quality.json",
             file=str(folder),
             remedy="run memopt evaluate BASE RELEASE --data text.jsonl first",
         )
+    return ()
+
+
+def _own_quality(folder: Path) -> Quality:
+    """quality.json of `folder`; ContentError if it was measured on other weights than the ledger lists."""
     quality = parse_quality(read_capped(folder / QUALITY_NAME, MAX_QUALITY_SIZE_BYTES, QualityFileError))
     if read_release_weights(folder).sha256 != quality.release.sha256:
         raise ContentError(
             "was measured on other weights than this release's ledger lists", file=QUALITY_NAME, remedy="evaluate again"
         )
-    return require_gate(gate, quality)
+    return quality
 
 
 def _gate_of(release: dict[str, Any]) -> QualityGate | None:

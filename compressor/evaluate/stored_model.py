@@ -12,11 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
+
 from memopt.compressor.checkpoint.checkpoint import StoredTensor, open_checkpoint
+from memopt.compressor.checkpoint.finite import first_non_finite
 from memopt.compressor.checkpoint.reader import SourceReader
 from memopt.compressor.evaluate.quality import SOURCE_KIND, ModelIdentity
 from memopt.compressor.evaluate.release_weights import digest_of_tensors, is_release, read_release_weights
-from memopt.errors import ContentError, MissingTensorError
+from memopt.errors import ContentError, MissingTensorError, NonFiniteError
 from memopt.manifests.safetensors_header import TensorHeader
 from memopt.manifests.tensor_memory import new_memory, tensor_at
 from memopt.runtime.kv.kv_scales import KvScales, kv_scales_of
@@ -57,6 +60,11 @@ class StoredModel:
     def source_sha256(self) -> Mapping[str, str]:
         """Digests (hex) of a release's source tensors by name; none of a checkpoint."""
         return {} if self._weights is None else self._weights.sources
+
+    @property
+    def read_sha256(self) -> Mapping[str, str]:
+        """Digests (hex) of the stored tensors that were read so far, by name."""
+        return self._read
 
     def layer(self, number: int, options: LoadOptions) -> DecoderLayer:
         """Decoder layer `number`, built; raises as `build_layer`, and what reading raises."""
@@ -122,7 +130,7 @@ class StoredModel:
                 yield tensor.name, self._tensor(tensor)
 
     def _tensor(self, stored: StoredTensor) -> Tensor:
-        """The tensor's bytes in memory of its own, hashed."""
+        """The tensor's bytes in memory of its own, hashed. NonFiniteError naming it for NaN or infinity in it."""
         memory = new_memory(stored.size_bytes)
         self._reader.read_into(stored, 0, memory)
         digest = hashlib.sha256(memory).hexdigest()
@@ -135,6 +143,14 @@ class StoredModel:
                 remedy="compress again, or fetch the release again",
             )
         self._read[stored.name] = digest
+        bad = first_non_finite(np.frombuffer(memory, np.uint8), stored.dtype)
+        if bad is not None:
+            raise NonFiniteError(
+                f"element {bad:,} is not a finite number",
+                tensor=stored.name,
+                file=stored.file,
+                remedy="compare the file's SHA-256 with the publisher's and download it again",
+            )
         return tensor_at(memory, 0, TensorHeader(stored.name, stored.dtype, stored.shape, 0, stored.size_bytes))
 
     def close(self) -> None:

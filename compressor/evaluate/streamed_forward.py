@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Literal
 
 from memopt.compressor.evaluate.stored_model import StoredModel
 from memopt.compressor.evaluate.token_windows import Window
-from memopt.compressor.evaluate.window_rows import batches, step_rows
+from memopt.compressor.evaluate.window_rows import WindowBatch, batches, step_rows
 from memopt.errors import DiskFullError
 from memopt.kernels.kv_formats import KvFormatName, kv_format
 from memopt.runtime.kv.kv_pools import new_kv_pools
+from memopt.runtime.kv.kv_scales import KvScales
 from memopt.runtime.model.model_config import GqaConfig
 from memopt.runtime.model.norms import rms_norm
 from memopt.runtime.model.rope import RotaryTable
@@ -78,7 +79,7 @@ def final_states(model: StoredModel, windows: Sequence[Window], options: StreamO
     """Run `model` on every window, layer by layer; raises what reading and building layers raise, DiskFullError for the
     scratch folder.
 
-    Memory: one layer, the hidden states [tokens, H], KV pools of one batch, and the embedding and head at its ends.
+    Memory: one layer and its KV pools for one batch, the hidden states [tokens, H], embedding and head.
     """
     import torch
 
@@ -94,36 +95,50 @@ def final_states(model: StoredModel, windows: Sequence[Window], options: StreamO
     else:
         head = build_head(config, top, "lm_head", load)
     top.finish()
-    cache_format = kv_format(options.kv_cache)
-    pools = new_kv_pools(
-        config,
-        cache_format,
-        # One more for the dummy page.
-        max(part.num_pages for part in parts) + 1,
-        num_layers=config.num_layers,
-        num_kv_heads_here=config.attention.num_kv_heads if isinstance(config.attention, GqaConfig) else 1,
-        scales=model.kv_scales(),
-        device=options.device,
-    )
     rotary = RotaryTable(config.rope, options.device)
+    scales = model.kv_scales()
     selections: dict[int, Selection | None] = {part.first: None for part in parts}
     with torch.no_grad():
         for part in parts:
             rows = step_rows(part, options.device)
             hidden[part.first_row : part.first_row + part.num_rows] = embedding(rows.token_ids).to("cpu")
         for number in range(config.num_layers):
-            layer = model.layer(number, load)
-            for part in parts:
-                rows = step_rows(part, options.device)
-                place = slice(part.first_row, part.first_row + part.num_rows)
-                rope = rotary.cos_sin(rows.positions)
-                x, selection = layer(
-                    hidden[place].to(options.device), rows, pools.layers[number], selections[part.first], rope
-                )
-                hidden[place] = x.to("cpu")
-                selections[part.first] = selection
+            _run_layer(model, number, parts, options, hidden, selections, rotary, scales)
             options.on_layer(number + 1, config.num_layers)
     return FinalStates(hidden, norm, head, config.rms_norm_eps, options.device)
+
+
+def _run_layer(
+    model: StoredModel,
+    number: int,
+    parts: Sequence[WindowBatch],
+    options: StreamOptions,
+    hidden: Tensor,
+    selections: dict[int, Selection | None],
+    rotary: RotaryTable,
+    scales: KvScales,
+) -> None:
+    """Take `hidden` and `selections` of all batches through one layer; it and its pages are gone when this returns."""
+    config = model.config
+    layer = model.layer(number, options.load_options)
+    pools = new_kv_pools(
+        config,
+        kv_format(options.kv_cache),
+        # One more for the dummy page.
+        max(part.num_pages for part in parts) + 1,
+        first_layer=number,
+        num_layers=number + 1,
+        num_kv_heads_here=config.attention.num_kv_heads if isinstance(config.attention, GqaConfig) else 1,
+        scales=scales,
+        device=options.device,
+    )
+    for part in parts:
+        rows = step_rows(part, options.device)
+        place = slice(part.first_row, part.first_row + part.num_rows)
+        rope = rotary.cos_sin(rows.positions)
+        x, selection = layer(hidden[place].to(options.device), rows, pools.layers[0], selections[part.first], rope)
+        hidden[place] = x.to("cpu")
+        selections[part.first] = selection
 
 
 def _storage(num_rows: int, size: int, dtype: torch.dtype, scratch: Path | None, name: str) -> Tensor:

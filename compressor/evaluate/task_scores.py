@@ -118,9 +118,19 @@ def _score(task: str, table: Mapping[str, Any]) -> _Score:
     )
 
 
-def _num_samples(task: str, table: Mapping[str, Any]) -> int:
-    """Documents that lm-eval really ran ("effective"); 0 where the file does not say."""
-    counts = table.get("n-samples")
+def _num_samples(task: str, table: Mapping[str, Any], above: tuple[str, ...] = ()) -> int:
+    """Documents that lm-eval really ran ("effective"), of a group those of its tasks; DataFileError without any.
+
+    `above`: the groups that it is part of.
+    """
+    counts, groups = table.get("n-samples"), table.get("group_subtasks")
     entry = counts.get(task) if isinstance(counts, dict) else None
+    parts = groups.get(task) if isinstance(groups, dict) else None
+    if entry is None and isinstance(parts, list) and parts and task not in above:
+        return sum(_num_samples(str(part), table, (*above, task)) for part in parts)
     effective = entry.get("effective") if isinstance(entry, dict) else None
-    return effective if type(effective) is int and effective >= 0 else 0
+    if type(effective) is not int or effective < 1:
+        raise DataFileError(
+            f"task {task}: n-samples names no document that was run", remedy="give the results_*.json of a whole run"
+        )
+    return effective

@@ -13,7 +13,7 @@ from torch import Tensor
 from memopt.errors import UsageError
 from memopt.kernels import cpu_number, layout
 from memopt.kernels.attention import mla_rows_cpu
-from memopt.kernels.attention.attention_output import AttentionOutput, new_output
+from memopt.kernels.attention.attention_output import AttentionOutput
 from memopt.kernels.attention.mla_rows_cpu import attend_rows
 from memopt.kernels.compile_cache import compiled, source_digest
 from memopt.kernels.kv_cache import kv_rows_cpu
@@ -26,7 +26,7 @@ from memopt.kernels.layout import (
     MLA_LATENT_SIZE,
 )
 from memopt.kernels.rows import row_values_cpu
-from memopt.kernels.rows.row_arrays import row_array
+from memopt.kernels.rows.row_arrays import new_rows, row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, mla_rows_cpu)
 _ONE = np.ones(1, dtype=np.float32)
@@ -103,10 +103,14 @@ def _attend(
     softmax_scale: float,
     out: AttentionOutput | None,
 ) -> AttentionOutput:
-    result = new_output(query_latent, query_latent.shape[2]) if out is None else out
+    if out is None:
+        output, array = new_rows(tuple(query_latent.shape), query_latent.dtype)
+        result = AttentionOutput(output, torch.empty(query_latent.shape[:2]))
+    else:
+        result, array = out, row_array(out.output)
     bad = _attend_entry()(
         row_array(query_latent), row_array(query_rope), *_pool_arrays(pool, kv_format, scale), pool.shape[0],
-        block_table.numpy(), num_tokens, positions, np.float32(softmax_scale), row_array(result.output),
+        block_table.numpy(), num_tokens, positions, np.float32(softmax_scale), array,
         result.log_sum_exp.numpy(),
     )  # fmt: skip
     if bad >= 0:

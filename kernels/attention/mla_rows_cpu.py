@@ -17,12 +17,27 @@ _ZERO, _LOWEST = np.float32(0), np.float32(-np.inf)
 
 @njit(nogil=True, error_model="numpy", fastmath=_SUMS)
 def _score(query, keys, num_tokens, scores):
-    """scores [H, T] = query [H, D] . keys [T, D], four heads to a pass over a key."""
+    """scores [H, T] = query [H, D] . keys [T, D], four heads and two keys to a pass."""
     num_heads, size = query.shape
-    whole = num_heads - num_heads % 4
+    whole, pairs = num_heads - num_heads % 4, num_tokens - num_tokens % 2
     for h in range(0, whole, 4):
         q0, q1, q2, q3 = query[h], query[h + 1], query[h + 2], query[h + 3]
-        for t in range(num_tokens):
+        for t in range(0, pairs, 2):
+            k0, k1 = keys[t], keys[t + 1]
+            s00, s10, s20, s30, s01, s11, s21, s31 = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
+            for d in range(size):
+                s00 += q0[d] * k0[d]
+                s10 += q1[d] * k0[d]
+                s20 += q2[d] * k0[d]
+                s30 += q3[d] * k0[d]
+                s01 += q0[d] * k1[d]
+                s11 += q1[d] * k1[d]
+                s21 += q2[d] * k1[d]
+                s31 += q3[d] * k1[d]
+            scores[h, t], scores[h + 1, t], scores[h + 2, t], scores[h + 3, t] = s00, s10, s20, s30
+            t += 1
+            scores[h, t], scores[h + 1, t], scores[h + 2, t], scores[h + 3, t] = s01, s11, s21, s31
+        for t in range(pairs, num_tokens):
             key = keys[t]
             s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
             for d in range(size):
@@ -37,6 +52,34 @@ def _score(query, keys, num_tokens, scores):
             for d in range(size):
                 total += query[h, d] * keys[t, d]
             scores[h, t] = total
+
+
+@njit(nogil=True, error_model="numpy", fastmath=_SUMS)
+def _add_values_of_four(probability, keys, num_tokens, sums):
+    """sums [4, V] += probability [4, T] @ keys [T, V]: four heads and four tokens to a pass, one read of a key."""
+    sums0, sums1, sums2, sums3 = sums[0], sums[1], sums[2], sums[3]
+    p, q, r, s = probability[0], probability[1], probability[2], probability[3]
+    whole = num_tokens - num_tokens % 4
+    for t in range(0, whole, 4):
+        p0, p1, p2, p3 = p[t], p[t + 1], p[t + 2], p[t + 3]
+        q0, q1, q2, q3 = q[t], q[t + 1], q[t + 2], q[t + 3]
+        r0, r1, r2, r3 = r[t], r[t + 1], r[t + 2], r[t + 3]
+        s0, s1, s2, s3 = s[t], s[t + 1], s[t + 2], s[t + 3]
+        k0, k1, k2, k3 = keys[t], keys[t + 1], keys[t + 2], keys[t + 3]
+        for d in range(sums.shape[1]):
+            v0, v1, v2, v3 = k0[d], k1[d], k2[d], k3[d]
+            sums0[d] += (p0 * v0 + p1 * v1) + (p2 * v2 + p3 * v3)
+            sums1[d] += (q0 * v0 + q1 * v1) + (q2 * v2 + q3 * v3)
+            sums2[d] += (r0 * v0 + r1 * v1) + (r2 * v2 + r3 * v3)
+            sums3[d] += (s0 * v0 + s1 * v1) + (s2 * v2 + s3 * v3)
+    for t in range(whole, num_tokens):
+        p0, q0, r0, s0, k0 = p[t], q[t], r[t], s[t], keys[t]
+        for d in range(sums.shape[1]):
+            value = k0[d]
+            sums0[d] += p0 * value
+            sums1[d] += q0 * value
+            sums2[d] += r0 * value
+            sums3[d] += s0 * value
 
 
 @njit(nogil=True, error_model="numpy", fastmath=_SUMS)
@@ -149,6 +192,10 @@ def attend_rows(
                 if start > 0:
                     for d in range(latent_size):
                         sums[h, d] *= keep
+            whole = num_heads - num_heads % 4
+            for h in range(0, whole, 4):
+                _add_values_of_four(scores[h : h + 4], keys, num_here, sums[h : h + 4])
+            for h in range(whole, num_heads):
                 _add_values(scores[h], keys, num_here, sums[h])
         for h in range(num_heads):
             total = state[1, h]

@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memopt.errors import UsageError
+from memopt.kernels.calibration.column_block_triton import (
+    BLOCK_ROWS,
+    NUM_WARPS,
+    block_columns,
+    column_of,
+    load_block,
+    nearest_code,
+)
 from memopt.kernels.device.current_device import on_tensors_device
-from memopt.kernels.layout import GPTQ_BLOCK_COLUMNS, INT4_CODE_MAX, INT4_CODE_MIN
-
-# As in gptq_block_triton.py: one warp, so that the sum that picks a column out of the registers crosses no warp.
-BLOCK_ROWS = 32
-NUM_WARPS = 1
-# 1.5 * 2**23: added to a float32 of magnitude below 2**22 and subtracted again, it rounds to nearest, ties to even.
-ROUNDING = tl.constexpr(12582912.0)
-CODE_MIN, CODE_MAX = tl.constexpr(float(INT4_CODE_MIN)), tl.constexpr(float(INT4_CODE_MAX))
 
 
 @triton.jit
@@ -46,14 +45,12 @@ def descent_block_kernel(
     hessian += expert * hessian_stride
     codes += expert * codes_stride + row
     diagonal = hessian
-    inside = (column[:, None] < num_columns) & live[None, :]
-    left = tl.load(gradient + column[:, None].to(tl.int64) * num_rows + row[None, :], mask=inside, other=0.0)
+    left = load_block(gradient, column, row, num_columns, num_rows)
     row_scale = tl.load(scale + expert * scale_stride + row, mask=live, other=1.0)
     for j in range(0, num_columns):
         value = tl.load(codes, mask=live, other=0).to(tl.float32) * row_scale
-        slope = tl.sum(tl.where(column[:, None] == j, left, 0.0), axis=0)
-        target = tl.div_rn(value + tl.div_rn(slope, tl.load(diagonal)), row_scale)
-        code = (tl.minimum(tl.maximum(target, CODE_MIN), CODE_MAX) + ROUNDING) - ROUNDING
+        slope = column_of(left, column, j)
+        code = nearest_code(tl.div_rn(value + tl.div_rn(slope, tl.load(diagonal)), row_scale))
         change = code * row_scale - value
         tl.store(codes, code.to(tl.int8), mask=live)
         behind = (column > j) & (column < num_columns)
@@ -72,11 +69,7 @@ def descend_block_triton(gradient: Tensor, hessian: Tensor, scale: Tensor, codes
     more than GPTQ_BLOCK_COLUMNS columns.
     """
     num_experts, num_columns, num_rows = codes.shape
-    if num_columns > GPTQ_BLOCK_COLUMNS:
-        raise UsageError(
-            f"a block of {num_columns} columns does not fit the registers",
-            remedy=f"descend {GPTQ_BLOCK_COLUMNS} columns or fewer at a time",
-        )
+    tile_columns = block_columns(num_columns)
     if codes.numel() == 0:
         return
     descent_block_kernel[(triton.cdiv(num_rows, BLOCK_ROWS), num_experts)](
@@ -91,7 +84,7 @@ def descend_block_triton(gradient: Tensor, hessian: Tensor, scale: Tensor, codes
         hessian.stride(1),
         scale.stride(0),
         codes.stride(0),
-        BLOCK_COLUMNS=max(triton.next_power_of_2(num_columns), 2),
+        BLOCK_COLUMNS=tile_columns,
         BLOCK_ROWS=BLOCK_ROWS,
         num_warps=NUM_WARPS,
         num_stages=1,

@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memopt.errors import UsageError
+from memopt.kernels.calibration.column_block_triton import (
+    BLOCK_ROWS,
+    NUM_WARPS,
+    block_columns,
+    column_of,
+    load_block,
+    nearest_code,
+)
 from memopt.kernels.device.current_device import on_tensors_device
-from memopt.kernels.layout import GPTQ_BLOCK_COLUMNS, INT4_CODE_MAX, INT4_CODE_MIN
-
-# Rows a program. One warp, so that the sum that picks a column out of the registers crosses no warp.
-BLOCK_ROWS = 32
-NUM_WARPS = 1
-# 1.5 * 2**23: added to a float32 of magnitude below 2**22 and subtracted again, it rounds to nearest, ties to even.
-ROUNDING = tl.constexpr(12582912.0)
-CODE_MIN, CODE_MAX = tl.constexpr(float(INT4_CODE_MIN)), tl.constexpr(float(INT4_CODE_MAX))
 
 
 @triton.jit
@@ -56,14 +55,12 @@ def gptq_block_kernel(
     codes += row
     errors += row
     diagonal = factor
-    inside = (column[:, None] < num_columns) & live[None, :]
-    left = tl.load(weights + column[:, None].to(tl.int64) * num_rows + row[None, :], mask=inside, other=0.0)
+    left = load_block(weights, column, row, num_columns, num_rows)
     for j in range(0, num_columns):
         group = tl.load(groups).to(tl.int64)
         scale = tl.load(scales + group * num_rows + row, mask=live, other=1.0)
-        weight = tl.sum(tl.where(column[:, None] == j, left, 0.0), axis=0)
-        ratio = tl.minimum(tl.maximum(tl.div_rn(weight, scale), CODE_MIN), CODE_MAX)
-        code = (ratio + ROUNDING) - ROUNDING
+        weight = column_of(left, column, j)
+        code = nearest_code(tl.div_rn(weight, scale))
         error = tl.div_rn(weight - code * scale, tl.load(diagonal))
         tl.store(codes, code.to(tl.int8), mask=live)
         tl.store(errors, error, mask=live)
@@ -87,11 +84,7 @@ def gptq_block_triton(
     more than GPTQ_BLOCK_COLUMNS columns.
     """
     num_experts, num_columns, num_rows = weights.shape
-    if num_columns > GPTQ_BLOCK_COLUMNS:
-        raise UsageError(
-            f"a block of {num_columns} columns does not fit the registers",
-            remedy=f"set block_columns to {GPTQ_BLOCK_COLUMNS} or less",
-        )
+    tile_columns = block_columns(num_columns)
     if weights.numel() == 0:
         return
     gptq_block_kernel[(triton.cdiv(num_rows, BLOCK_ROWS), num_experts)](
@@ -110,7 +103,7 @@ def gptq_block_triton(
         groups.stride(0),
         codes.stride(0),
         errors.stride(0),
-        BLOCK_COLUMNS=max(triton.next_power_of_2(num_columns), 2),
+        BLOCK_COLUMNS=tile_columns,
         BLOCK_ROWS=BLOCK_ROWS,
         num_warps=NUM_WARPS,
         num_stages=1,

@@ -58,11 +58,13 @@ def compress_command(
     every rank, written in the same pass. With --key it is signed at the end, as by `memopt sign`. A recipe with method
     weighted or gptq needs --calibration: layers then run over that data first (docs/calibration.md).
     """
-    with refusals("compress", as_json=as_json):
+    from memopt.compressor.run_ranks import is_first_process
+
+    # torchrun mixes what its processes print: rank 0 alone gives the verdict.
+    with refusals("compress", as_json=as_json and is_first_process()):
         from memopt.cli.plan import build_options
         from memopt.cli.run import progress_display, report
         from memopt.compressor.api import compress
-        from memopt.compressor.run_ranks import is_first_process
 
         calibration_data = build_calibration(
             CalibrationArguments(calibration, samples, seq_len, calibration_memory, calibration_device, coverage_tokens)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memopt.cli.options import json_option
-from memopt.cli.output import duration_text, print_verdict, refusals
+from memopt.cli.output import duration_text, one_line, print_verdict, refusals
 from memopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,13 +76,15 @@ def evaluate_command(
     """
     with refusals("evaluate", as_json=as_json):
         from memopt.compressor.evaluate.evaluate_release import EvaluateOptions, check_evaluation, evaluate_release
-        from memopt.compressor.evaluate.release_gate import read_evaluated_release, refuse_signed
+        from memopt.compressor.evaluate.release_gate import read_evaluated_release, refuse_signed, require_writable
 
         # What can be refused is refused now, not after hours of work.
-        score_tasks = _task_scores(Path(base), seed, **task_options)
-        evaluated = read_evaluated_release(Path(release))
+        base_folder, release_folder = _folder("BASE", base), _folder("RELEASE", release)
+        score_tasks = _task_scores(base_folder, seed, **task_options)
+        evaluated = read_evaluated_release(release_folder)
         if not no_write:
             refuse_signed(evaluated.folder)
+            require_writable(evaluated.folder)
         where = _device(device)
         options = EvaluateOptions(
             window_tokens=window_tokens,
@@ -96,9 +98,14 @@ def evaluate_command(
         )
         if task_options["tasks"]:
             # Benchmarks on servers take hours, and come first.
-            check_evaluation(Path(base), evaluated.folder, Path(data), options)
+            check_evaluation(base_folder, evaluated.folder, Path(data), options)
         quality = evaluate_release(
-            Path(base), evaluated.folder, Path(data), options, tasks=score_tasks(), on_progress=_progress(quiet=as_json)
+            base_folder,
+            evaluated.folder,
+            Path(data),
+            options,
+            tasks=score_tasks(),
+            on_progress=_progress(quiet=as_json),
         )
         checks = evaluated.checks(quality)
         if not no_write:
@@ -110,6 +117,17 @@ def evaluate_command(
             print_verdict("evaluate", _fields(quality, checks))
 
 
+def _folder(argument: str, text: str) -> Path:
+    """The folder that an argument names; UsageError for no name, and for a repository on the Hub."""
+    from memopt.compressor.checkpoint.hub_types import parse_hub_reference
+
+    if not text:
+        raise UsageError(f"{argument} has no name", remedy="name a folder")
+    if parse_hub_reference(text) is not None:
+        raise UsageError(f"{argument} {text} is on the Hub, folders are read", remedy="fetch it, and name its folder")
+    return Path(text)
+
+
 def _scratch(folder: str | None) -> Path | None:
     """The folder for hidden states; UsageError if it is none."""
     if folder is not None and not Path(folder).is_dir():
@@ -118,7 +136,7 @@ def _scratch(folder: str | None) -> Path | None:
 
 
 def _task_scores(
-    tokenizer: Path,
+    base: Path,
     seed: int,
     *,
     base_results: str | None,
@@ -132,10 +150,13 @@ def _task_scores(
 ) -> Callable[[], tuple[TaskScore, ...]]:
     """What gives the scores: of two results files, or by running `tasks` on two servers; none if neither is asked for.
 
-    UsageError and UnsupportedError for a call that cannot work, DataFileError for the files, before anything runs.
+    `base`: the folder whose tokenizer and longest sequence lm-eval is given. UsageError and UnsupportedError for a call
+    that cannot work, ConfigError for the base's config.json, DataFileError for the files, before anything runs.
     """
+    from memopt.compressor.checkpoint.model_config import read_config
     from memopt.compressor.evaluate.lm_eval_run import Endpoint, check_tasks, run_tasks
     from memopt.compressor.evaluate.task_scores import compare_tasks, read_results
+    from memopt.runtime.model.config_file import parse_model_config
 
     if (base_results is None) != (release_results is None):
         raise UsageError("results of one model alone", remedy="give --base-results and --release-results")
@@ -150,7 +171,9 @@ def _task_scores(
         return lambda: scores
     if base_url is None or release_url is None:
         return lambda: ()
-    endpoints = [Endpoint(base_url, base_model, tokenizer), Endpoint(release_url, release_model, tokenizer)]
+    max_tokens = parse_model_config(read_config(base).raw).max_tokens
+    models = ((base_url, base_model), (release_url, release_model))
+    endpoints = [Endpoint(url, model, base, max_tokens) for url, model in models]
     for endpoint in endpoints:
         check_tasks(endpoint, tasks)
 
@@ -198,9 +221,9 @@ def _print(quality: Quality, checks: tuple[GateCheck, ...]) -> None:
     for name, interval, form in rows:
         click.echo(f"{name:<22}{_interval_text(interval, form)}")
     for score in quality.tasks:
-        click.echo(f"{score.task:<22}{score.base:.2f} to {score.release:.2f} points ({score.drop:+.2f} lost)")
+        click.echo(f"{one_line(score.task):<22}{score.base:.2f} to {score.release:.2f} points ({score.drop:+.2f} lost)")
     for check in checks:
-        click.echo(f"gate {'holds' if check.holds else 'FAILS'}: {check.describe()}")
+        click.echo(f"gate {'holds' if check.holds else 'FAILS'}: {one_line(check.describe())}")
     if quality.base.kind != "source":
         click.echo("note: BASE is not the checkpoint that RELEASE was made from", err=True)
     sys.stdout.flush()

@@ -10,9 +10,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from memopt.errors import PeerError, UsageError
 
+# Machines start minutes apart; who is not there by then was not started, or looks elsewhere.
+START_TIMEOUT_SECONDS = 600.0
 # A message of this many bytes, its length included, goes out in one broadcast instead of two.
 FIRST_BLOCK_BYTES = 1024
 LENGTH_BYTES = 8
@@ -33,11 +36,18 @@ class DistributedCommunicator:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, *, device: torch.device | str = "cpu", timeout_seconds: float = 600.0
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        device: torch.device | str = "cpu",
+        timeout_seconds: float = 600.0,
+        start_timeout_seconds: float = START_TIMEOUT_SECONDS,
     ) -> None:
         """`device`: where the tensors of `sum` and `gather_columns` are. Waits for the other ranks.
 
-        Raises PeerError when they do not come, UsageError for a second communicator in a process.
+        Raises PeerError when they do not come within the shorter of the two times, UsageError for a second communicator
+        in a process.
         """
         if dist.is_initialized():
             raise UsageError("this process has a process group already", remedy="close the first communicator")
@@ -45,15 +55,9 @@ class DistributedCommunicator:
         self.num_ranks = num_ranks
         self._failure: str | None = None
         self._backend = "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
+        start = timedelta(seconds=min(start_timeout_seconds, timeout_seconds))
         self._call(
-            "waiting for the other ranks to start",
-            lambda: dist.init_process_group(
-                self._backend,
-                init_method="env://",
-                rank=rank,
-                world_size=num_ranks,
-                timeout=timedelta(seconds=timeout_seconds),
-            ),
+            "waiting for the other ranks to start", lambda: self._meet(start, timedelta(seconds=timeout_seconds))
         )
         # A group that is left open aborts the interpreter at its end, and with it the exit code.
         atexit.register(self.close)
@@ -132,6 +136,24 @@ class DistributedCommunicator:
             self._failure = "it is closed"
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _meet(self, start: timedelta, silence: timedelta) -> None:
+        """Wait for all ranks for `start`, then make the group, whose calls wait for `silence`.
+
+        By init_process_group alone a rank that never comes would be waited for as long as one that works.
+        """
+        store, _, _ = next(rendezvous("env://", self.rank, self.num_ranks, timeout=start))
+        names = [f"memopt/rank-{number}" for number in range(self.num_ranks)]
+        store.set(names[self.rank], "here")
+        store.wait(names, start)
+        store.set_timeout(silence)
+        dist.init_process_group(
+            self._backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.num_ranks,
+            timeout=silence,
+        )
 
     def _gather(self, doing: str, values: Tensor) -> Tensor:
         """[ranks, ...] of a tensor [...] that is not empty."""

@@ -179,7 +179,7 @@ def _build(read_file: Callable[[str], bytes], names: Collection[str], config: To
         raw = _capped(read_file(TIKTOKEN_NAME), MAX_TOKENIZER_BYTES, TIKTOKEN_NAME)
         return build_tiktoken_tokenizer(raw, config.added_tokens)
     raise UnsupportedError(
-        f"the release has neither {TOKENIZER_NAME} nor {TIKTOKEN_NAME}: text cannot be encoded", remedy=_IDS_REMEDY
+        f"there is neither {TOKENIZER_NAME} nor {TIKTOKEN_NAME}: text cannot be encoded", remedy=_IDS_REMEDY
     )
 
 

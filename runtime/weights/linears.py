@@ -150,14 +150,10 @@ class StackedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class RowParallelLinear:
-    """A projection whose columns are cut over ranks: each multiplies its part of x, and the results are summed.
-
-    Megatron's name (arXiv 1909.08053): "row" of the transposed weight.
-    """
+class WrappedLinear:
+    """Sizes of a projection that does more than the one in it, `linear`."""
 
     linear: Linear
-    communicator: Communicator
 
     @property
     def num_rows(self) -> int:
@@ -173,6 +169,16 @@ class RowParallelLinear:
     def size_bytes(self) -> int:
         """Bytes on this rank."""
         return self.linear.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallelLinear(WrappedLinear):
+    """A projection whose columns are cut over ranks: each multiplies its part of x, and the results are summed.
+
+    Megatron's name (arXiv 1909.08053): "row" of the transposed weight.
+    """
+
+    communicator: Communicator
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, N], the same on all ranks, of this rank's x [M, K]."""

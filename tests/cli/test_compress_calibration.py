@@ -111,3 +111,12 @@ def test_options_without_data_and_data_without_need(source: Path, form: Path, te
     )  # fmt: skip
     assert long.code == ExitCode.USAGE
     assert "made for 4,096" in long.refusal
+
+
+def test_of_several_ranks_one_gives_the_verdict(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ("compress", source, tmp_path / "out", "--samples", "4", "--json")
+    for rank, num_verdicts in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        refused = invoke(*call)
+        assert (refused.code, len(refused.stdout.splitlines())) == (ExitCode.USAGE, num_verdicts)
+        assert "without --calibration" in refused.refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 from calibrated_runs import compress, experts, options, recipe, write_ids
 from rank_processes import Refusal, run_ranks, started_ranks
 
-from faults.small_source import OPTIONS, make_small_source
+import memopt
+from faults.small_source import OPTIONS, edit_tensor, make_small_source
 from faults.trees import tree
 from memopt.compressor.calibration_store import CALIBRATION_FOLDER
 from memopt.compressor.output_folder import STATE_FOLDER
-from memopt.errors import ContentError, PeerError
+from memopt.compressor.progress import CALIBRATE_STAGE
+from memopt.errors import ContentError, InterruptedRunError, PeerError, SourceChangedError
 
 POLL_SECONDS = 0.001
 GPTQ = recipe([experts("gptq")])
@@ -87,6 +90,48 @@ def test_a_part_that_was_changed_meanwhile_is_refused(source: Path, data: Path, 
     part.write_bytes(raw)
     with pytest.raises(ContentError, match="changed after it was written"):
         make_release(source, out, data)
+
+
+def stop_after_the_first_layer(source: Path, out: Path, data: Path) -> None:
+    def stop(progress: memopt.Progress) -> None:
+        if progress.stage == CALIBRATE_STAGE:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedRunError):
+        compress(source, out, GPTQ, options(data), options=OPTIONS, progress=stop)
+    assert sorted(path.name for path in store_of(out).glob("layer-*.json")) == ["layer-00000.json"]
+
+
+@pytest.mark.parametrize("size", [0, 1000, None])
+def test_rows_that_are_not_whole_are_refused(source: Path, data: Path, tmp_path: Path, size: int | None) -> None:
+    stop_after_the_first_layer(source, tmp_path / "out", data)
+    rows = store_of(tmp_path / "out") / "hidden-00001"
+    if size is None:
+        rows.unlink()
+    else:
+        os.truncate(rows, size)
+    with pytest.raises(ContentError, match="is not what the finished layers left"):
+        make_release(source, tmp_path / "out", data)
+
+
+def test_a_source_that_was_changed_after_calibration_read_it_is_refused(
+    data: Path, expected: Path, tmp_path: Path
+) -> None:
+    # A weight of a layer that only runs: its bytes decide what the experts behind it are solved for.
+    source, out = make_small_source(tmp_path / "source"), tmp_path / "out"
+    name = "model.layers.0.self_attn.o_proj.weight"
+
+    def flip(raw: bytearray) -> None:
+        raw[0] ^= 1
+
+    stop_after_the_first_layer(source, out, data)
+    edit_tensor(source, name, flip)
+    with pytest.raises(SourceChangedError, match="differs from what calibration read") as found:
+        make_release(source, out, data)
+    assert found.value.tensor == name
+    edit_tensor(source, name, flip)
+    make_release(source, out, data)
+    assert tree(out) == tree(expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,16 @@ def test_a_refusal_of_rank_0_ends_the_others(tmp_path: Path) -> None:
     results = run_ranks(2, make_release, source, tmp_path / "out")
     assert all(isinstance(result, Refusal) for result in results)
     assert [result.kind for result in results] == [OutputError, PeerError]
+
+
+def make_release_of_own_folder(source: Path, outs: Path) -> int:
+    """As on machines that do not share the file system."""
+    return make_release(source, outs / os.environ["RANK"])
+
+
+def test_ranks_that_do_not_see_one_folder_are_told(tmp_path: Path) -> None:
+    source = make_small_source(tmp_path / "source")
+    first, second = run_ranks(2, make_release_of_own_folder, source, tmp_path)
+    assert (first.kind, second.kind) == (PeerError, OutputError)
+    assert "rank 1 does not see what rank 0 writes" in second.text
+    assert not (tmp_path / "1").exists()

@@ -1,4 +1,4 @@
-"""What make_exports.py leaves for serve_exports.py: an export and the reference's logprobs, one folder a model."""
+"""What stage 1 leaves for stage 2: checkpoints and the reference's logprobs, one folder a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import numpy.typing as npt
 CASE_FILE = "case.json"
 REFERENCE = "reference.npz"
 DAMAGED = "damaged.npz"
+# Of releases with scales of the KV cache: the scales by name, and what wrong ones are divided by.
+SCALES_FILE = "scales.json"
+WRONG_FACTOR = 64.0
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,14 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from exports import DAMAGED, REFERENCE, Case, read_case, read_logprobs
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -59,11 +62,12 @@ def _plain(entry: dict[int, Any]) -> dict[int, float]:
     return {token: value.logprob for token, value in entry.items()}
 
 
-def serve(export: Path, case: Case) -> list[Observed]:
-    from vllm import LLM, SamplingParams
+def open_engine(folder: Path, case: Case) -> LLM:
+    """vLLM's engine on a checkpoint; the KV cache's type is left to vLLM ("auto")."""
+    from vllm import LLM
 
-    engine = LLM(
-        model=str(export),
+    return LLM(
+        model=str(folder),
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enforce_eager=True,
@@ -71,6 +75,11 @@ def serve(export: Path, case: Case) -> list[Observed]:
         max_num_seqs=len(case.prompt_lengths),
         block_size=case.block_size,
     )
+
+
+def serve(engine: LLM, case: Case) -> list[Observed]:
+    from vllm import SamplingParams
+
     new = len(case.sequences[0]) - case.prompt_lengths[0]
     sampling = SamplingParams(
         temperature=0, max_tokens=new, ignore_eos=True, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP, detokenize=False
@@ -119,7 +128,7 @@ def compare(case: Case, observed: list[Observed], reference: list[npt.NDArray[np
 def check(folder: Path) -> bool:
     """Serve and compare one case; print one line a finding."""
     case = read_case(folder)
-    observed = serve(folder / "export", case)
+    observed = serve(open_engine(folder / "export", case), case)
     result = compare(case, observed, read_logprobs(folder / REFERENCE))
     control = compare(case, observed, read_logprobs(folder / DAMAGED))
     for line in result.wrong_tokens:

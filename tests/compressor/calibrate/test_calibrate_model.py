@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from calibrated_runs import compress, experts, ledger_errors, options, recipe, weight_bytes, write_ids
-from faults.small_source import make_small_source
+from faults.small_source import edit_tensor, make_small_source
 from loaded_models import load, stored_tensors
 from tiny_checkpoints import make_checkpoint
 
 import memopt
 from memopt.compressor.calibrate.calibrated_rounding import round_calibrated
+from memopt.compressor.calibrate.calibration_run import CalibrationRun
 from memopt.compressor.calibrate.expert_rounding import RoundingOptions
 from memopt.compressor.calibrate.layer_places import weight_of
 from memopt.compressor.calibrate.module_statistics import StatisticsCollector
+from memopt.compressor.calibrate.row_file import RowFile
+from memopt.compressor.calibration_store import CalibrationStore
 from memopt.compressor.evaluate.calibration_data import read_token_data
 from memopt.compressor.evaluate.token_windows import Window, packed_windows
 from memopt.compressor.evaluate.window_rows import batches, step_rows
 from memopt.compressor.recipe import Int4Format
-from memopt.errors import DataFileError, QualityGateError, RecipeError, UsageError
+from memopt.errors import (
+    ContentError,
+    DataFileError,
+    NonFiniteError,
+    QualityGateError,
+    RecipeError,
+    UnsupportedError,
+    UsageError,
+)
 from memopt.kernels.kv_formats import kv_format
 from memopt.runtime.kv.kv_pools import new_kv_pools
 from memopt.runtime.model.experts import MlpExperts
@@ -161,6 +173,71 @@ def test_attention_and_dense_layers_see_inputs_of_quantized_ones(tmp_path: Path)
         assert figures["calibrated_error"] > 0, name
 
 
+def test_a_second_mtp_layer_is_refused_before_anything_is_written(ids: Path, tmp_path: Path) -> None:
+    small = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    source = make_checkpoint(
+        tmp_path / "source", "glm-4.7-fp8", **small, num_hidden_layers=2, num_nextn_predict_layers=2
+    )
+    with pytest.raises(UnsupportedError, match="layer 3 is a second MTP layer"):
+        compress(source, tmp_path / "out", recipe([experts("gptq")], "glm4_moe"), options(ids))
+    assert not (tmp_path / "out").exists()
+    plain = {"names": [r"model\.layers\.3\..*"], "roles": ["routed_expert"], "format": {"type": "int4"}}
+    compress(source, tmp_path / "out", recipe([plain, experts("gptq")], "glm4_moe"), options(ids))
+    calibrated = {
+        name.split(".")[2] for name, figures in ledger_errors(tmp_path / "out").items() if "tokens" in figures
+    }
+    assert calibrated == {"1", "2"}
+
+
+def test_experts_behind_the_last_layer_with_data_are_not_rounded_twice(
+    source: Path, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[str] = []
+    write_part = CalibrationStore.write_part
+
+    def watched(store: CalibrationStore, layer: int, label: str, *rest: Any) -> None:
+        parts.append(f"{layer} {label}")
+        write_part(store, layer, label, *rest)
+
+    monkeypatch.setattr(CalibrationStore, "write_part", watched)
+    attention = {"roles": ["attention"], "format": {"type": "int4", "method": "weighted"}}
+    compress(source, tmp_path / "out", recipe([experts("rtn"), attention]), options(ids))
+    assert [part for part in parts if "experts" in part] == ["1 experts-00000-00004"]
+
+
+def test_only_a_layer_that_shares_a_selection_is_left_one(
+    ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    source = make_checkpoint(
+        tmp_path / "source", "glm-5.2-fp8", **small, index_topk=16, num_nextn_predict_layers=1,
+        indexer_types=["full", "full", "shared"],
+    )  # fmt: skip
+    names: set[str] = set()
+    rows = CalibrationRun.rows
+
+    def watched(run: CalibrationRun, name: str, *rest: Any) -> RowFile:
+        names.add(name)
+        return rows(run, name, *rest)
+
+    monkeypatch.setattr(CalibrationRun, "rows", watched)
+    compress(source, tmp_path / "out", recipe([experts("weighted")]), options(ids))
+    assert {name for name in names if "selection" in name} == {"selection-00002"}
+    assert "mtp-hidden-00003" in names
+
+
+def test_dense_projections_are_calibrated_on_few_tokens_too(source: Path, ids: Path, tmp_path: Path) -> None:
+    """Coverage is a matter of experts: what all tokens reach is never rounded plainly for their number."""
+    attention = {"roles": ["attention"], "format": {"type": "int4", "method": "weighted"}}
+    asked = options(ids, num_samples=1, sample_tokens=3, coverage_tokens=1000)
+    compress(source, tmp_path / "out", recipe([attention]), asked)
+    found = {
+        (name.split(".")[2], figures["tokens"], figures["fallback"])
+        for name, figures in ledger_errors(tmp_path / "out").items()
+    }
+    assert found == {("0", 3, 0), ("1", 3, 0), ("2", 2, 0)}
+
+
 def test_plain_and_calibrated_formats_mix(source: Path, ids: Path, tmp_path: Path) -> None:
     plain = {"names": [r"model\.layers\.2\..*"], "roles": ["routed_expert"], "format": {"type": "int4"}}
     compress(source, tmp_path / "out", recipe([plain, experts("gptq")]), options(ids))
@@ -187,6 +264,13 @@ def test_experts_without_enough_tokens_fall_back_and_the_budget_stops_the_releas
     errors = ledger_errors(tmp_path / "lenient")
     assert {figures["fallback"] for figures in errors.values()} == {1}
     assert all(figures["calibrated_error"] == figures["plain_error"] for figures in errors.values())
+    # A quarter of 8 is enough: all experts get both tokens, but of the MTP layer the one that has a token after it.
+    compress(source, tmp_path / "enough", lenient, options(ids, num_samples=1, sample_tokens=2, coverage_tokens=8))
+    found = {
+        (name.split(".")[2], figures["tokens"], figures["fallback"])
+        for name, figures in ledger_errors(tmp_path / "enough").items()
+    }
+    assert found == {("1", 2, 0), ("2", 1, 1)}
 
 
 def test_forced_tokens_cover_experts_that_few_choose(source: Path, ids: Path, tmp_path: Path) -> None:
@@ -198,6 +282,18 @@ def test_forced_tokens_cover_experts_that_few_choose(source: Path, ids: Path, tm
         assert figures["tokens"] == 100
         assert 0 < figures["forced_tokens"] < 100
     assert all(figures["tokens"] >= 100 for figures in errors.values())
+
+
+def test_down_alone_is_calibrated_behind_rounded_gate_and_up(source: Path, ids: Path, tmp_path: Path) -> None:
+    down = {"names": [r".*\.down_proj\.weight"], **experts("gptq")}
+    asked = options(ids, coverage_tokens=100)
+    compress(source, tmp_path / "out", recipe([down, experts("rtn")]), asked)
+    errors = {name: figures for name, figures in ledger_errors(tmp_path / "out").items() if "tokens" in figures}
+    assert {name.split(".")[-2] for name in errors} == {"down_proj"}
+    assert all(figures["tokens"] >= 100 for figures in errors.values())
+    assert any(figures["forced_tokens"] for figures in errors.values())
+    total = {key: sum(entry[key] for entry in errors.values()) for key in ("calibrated_error", "plain_error")}
+    assert 0 < total["calibrated_error"] < 0.9 * total["plain_error"]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +315,35 @@ def test_recipes_that_calibration_cannot_follow(
 ) -> None:
     with pytest.raises(RecipeError, match=fault):
         compress(source, tmp_path / "out", recipe(rules), options(ids))
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.experts.2.up_proj.weight", "self_attn.o_proj.weight", "post_attention_layernorm.weight"]
+)
+def test_a_weight_that_is_no_number_is_named(name: str, ids: Path, tmp_path: Path) -> None:
+    source = make_small_source(tmp_path / "source")
+    tensor = f"model.layers.1.{name}"
+
+    def spoil(raw: bytearray) -> None:
+        raw[6:8] = b"\xff\x7f"
+
+    file = edit_tensor(source, tensor, spoil)
+    with pytest.raises(NonFiniteError, match=r"element \d is not a finite number") as found:
+        compress(source, tmp_path / "out", GPTQ, options(ids))
+    assert (found.value.tensor, found.value.file) == (tensor, file.name)
+
+
+def test_inputs_that_overflow_name_their_layer(ids: Path, tmp_path: Path) -> None:
+    source = make_small_source(tmp_path / "source")
+
+    def enlarge(raw: bytearray) -> None:
+        # 2.5e38 in BF16: finite, but not when an input's square is summed.
+        raw[:] = b"\x3d\x7f" * (len(raw) // 2)
+
+    edit_tensor(source, "model.layers.1.post_attention_layernorm.weight", enlarge)
+    with pytest.raises(ContentError, match="NaN or infinite") as found:
+        compress(source, tmp_path / "out", GPTQ, options(ids))
+    assert found.value.tensor == "model.layers.1"
 
 
 def test_data_that_does_not_do_is_refused(source: Path, ids: Path, tmp_path: Path) -> None:

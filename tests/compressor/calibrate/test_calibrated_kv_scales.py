@@ -11,6 +11,8 @@ import torch
 from calibrated_runs import compress, experts, options, recipe, weight_bytes, write_ids
 from faults.small_source import make_small_source
 from loaded_models import load, model_config, stored_tensors
+from signing_keys import fixed_key
+from thread_ranks import ThreadRank, run_ranks
 from tiny_checkpoints import make_checkpoint
 
 import memopt
@@ -20,9 +22,12 @@ from memopt.compressor.evaluate.window_rows import batches, step_rows
 from memopt.compressor.plan import PlanOptions
 from memopt.errors import RecipeError
 from memopt.kernels.kv_formats import kv_format
+from memopt.manifests.signer import KeySigner
+from memopt.runtime.engine.engine_options import EngineOptions
+from memopt.runtime.engine.verified_model import load_verified
 from memopt.runtime.kv.kv_pools import new_kv_pools
 from memopt.runtime.kv.kv_range import KvRange
-from memopt.runtime.kv.kv_scales import kv_scales_of
+from memopt.runtime.kv.kv_scales import KvScales, kv_scales_of
 from memopt.runtime.model.model_config import GqaConfig
 
 CALIBRATED = {"format": "fp8_e4m3", "scales": "calibrated"}
@@ -79,6 +84,21 @@ def test_scales_are_those_that_the_runtime_observes(tmp_path: Path, name: str, p
     }  # fmt: skip
 
 
+def test_scales_are_those_of_the_release_whatever_passes_came_before(tmp_path: Path) -> None:
+    """Each stage of the attention is a pass over all samples; the keys of the last one are those that are stored."""
+    source = make_checkpoint(tmp_path / "source", "glm-4.7-fp8", **SMALL, num_nextn_predict_layers=0)
+    data = write_ids(tmp_path / "ids.safetensors")
+    attention = {"roles": ["attention"], "format": {"type": "int4", "method": "gptq", "group_size": "channel"}}
+    form = recipe([attention], "glm4_moe", kv_cache=CALIBRATED)
+    compress(source, tmp_path / "out", form, options(data))
+    found = kv_scales_of(model_config(tmp_path / "out"), stored_tensors(tmp_path / "out")).layers
+    of_source = observed(source, data)
+    for layer, (k, v) in observed(tmp_path / "out", data).items():
+        assert (float(found[layer].k), float(found[layer].v)) == (k, v)
+    # A layer of the source has larger keys: they would show if they counted.
+    assert any(of_source[layer][0] > float(found[layer].k) for layer in found)
+
+
 def test_scales_are_in_rank_files_and_survive_shard_and_merge(tmp_path: Path) -> None:
     source = make_small_source(tmp_path / "source")
     data = write_ids(tmp_path / "ids.safetensors")
@@ -99,6 +119,48 @@ def test_scales_are_in_rank_files_and_survive_shard_and_merge(tmp_path: Path) ->
         assert all(torch.equal(tensors[name], whole[name]) for name in names)
     again = compress(source, tmp_path / "hub", form, options(data))
     assert again.was_complete
+
+
+def test_ranks_that_have_their_files_alone_load_the_scales_of_the_hub_files(tmp_path: Path) -> None:
+    """`--tp 2 --layout tp`: no hub files at all, signed, each rank loading its own."""
+    source = make_small_source(tmp_path / "source")
+    data = write_ids(tmp_path / "ids.safetensors")
+    form = recipe([experts("weighted")], kv_cache=CALIBRATED)
+    ranks = PlanOptions(tensor_parallel=2, layout="tp")
+    assert compress(source, tmp_path / "ranks", form, options(data), options=ranks).layouts == ("tp2",)
+    compress(source, tmp_path / "hub", form, options(data))
+    assert not list((tmp_path / "ranks").glob("*.safetensors"))
+    key = fixed_key(1)
+    memopt.sign_release(tmp_path / "ranks", [KeySigner(key)], memopt.SignOptions("acme/ranks", 1))
+
+    def scales(rank: ThreadRank) -> KvScales:
+        return load_verified(tmp_path / "ranks", None, key.public_key, EngineOptions(tensor_parallel=2), rank).scales
+
+    hub = kv_scales_of(model_config(tmp_path / "hub"), stored_tensors(tmp_path / "hub")).layers
+    assert set(hub) == {0, 1, 2}
+    assert len({float(entry.k) for entry in hub.values()}) == len(hub)
+    for found in run_ranks(2, scales):
+        assert {layer: float(entry.k) for layer, entry in found.layers.items()} == {
+            layer: float(entry.k) for layer, entry in hub.items()
+        }
+    memopt.merge(tmp_path / "ranks", tmp_path / "merged")
+    merged, whole = weight_bytes(tmp_path / "merged"), weight_bytes(tmp_path / "hub")
+    names = {name for name in whole if name.endswith((".safetensors", "config.json"))}
+    assert {name: merged[name] for name in names} == {name: whole[name] for name in names}
+
+
+def test_a_bf16_export_has_no_scales_and_says_why(tmp_path: Path) -> None:
+    """vLLM 0.32 refuses `self_attn.k_scale` without a quantization_config (`make test-vllm` loads such an export)."""
+    source = make_small_source(tmp_path / "source")
+    data = write_ids(tmp_path / "ids.safetensors")
+    compress(source, tmp_path / "out", recipe([experts("rtn")], kv_cache=CALIBRATED), options(data))
+    memopt.dequantize(tmp_path / "out", tmp_path / "export")
+    assert not any(name.endswith("_scale") for name, _ in stored_tensors(tmp_path / "export"))
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "export" / "ledger.jsonl").read_text().splitlines()]
+    dropped = {row["tensor"]: row["reason"] for row in rows if row.get("fate") == "dropped"}
+    assert set(dropped) == {f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(3) for part in "kv"}
+    assert all("no place" in reason for reason in dropped.values())
 
 
 def test_a_release_with_scales_is_compressed_again_and_keeps_them(tmp_path: Path) -> None:

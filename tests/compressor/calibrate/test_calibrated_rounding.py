@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 import torch
 from calibration_problems import make_offsets, make_tokens
+from gptq_textbook import textbook_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,7 +16,8 @@ from torch import Tensor
 from memopt.compressor.calibrate.calibrated_rounding import CalibratedRows, round_calibrated
 from memopt.compressor.calibrate.expert_rounding import RoundingOptions, column_importance
 from memopt.compressor.calibrate.module_statistics import ModuleStatistics, StatisticsCollector
-from memopt.compressor.calibrate.rounding_report import ExpertReport, FallbackReason, fallback_share
+from memopt.compressor.calibrate.rounding_report import ExpertReport, fallback_share
+from memopt.compressor.fallback_reason import FallbackReason
 from memopt.compressor.recipe import Int4Format
 from memopt.errors import AlignmentError, NonFiniteError, ShapeError, UsageError
 from memopt.kernels import cpu, int4_reference
@@ -247,6 +250,20 @@ def test_shrinkage_helps_an_expert_with_few_tokens() -> None:
         rows = round_calibrated(weight, own, GPTQ, options, layer=layer)
         errors.append(_error(weight[0], _values(rows, 0), held_out))
     assert errors[1] < 0.8 * errors[0]
+
+
+@pytest.mark.parametrize("method", ["gptq", "weighted"])
+def test_the_damping_is_that_of_the_recipe(method: Literal["gptq", "weighted"]) -> None:
+    weight, statistics = _weights(1, 48, 64, seed=9), _statistics((40,), 64, seed=9)
+    form = Int4Format(type="int4", method=method, damping=0.5)
+    rows = round_calibrated(weight, statistics, form)
+    wanted, usual = (
+        textbook_rows(weight[0], _hessian(statistics, 0).double(), method, 32, damping) for damping in (0.5, 0.01)
+    )
+    assert torch.equal(_codes(rows, 0), wanted.codes)
+    assert torch.equal(bf16_value(rows.scale_bits[0]), wanted.scale)
+    assert not torch.equal(wanted.codes, usual.codes)
+    assert rows.reports[0].damping == (0.5 if method == "gptq" else None)
 
 
 def test_importance_of_columns() -> None:

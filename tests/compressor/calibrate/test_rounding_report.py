@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.compressor.calibrate.rounding_report import ExpertReport, FallbackReason, fallback_share
+from memopt.compressor.calibrate.rounding_report import ExpertReport, fallback_share
+from memopt.compressor.fallback_reason import FallbackReason
 
 
 def _report(fallback: FallbackReason | None) -> ExpertReport:

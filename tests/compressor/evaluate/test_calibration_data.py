@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from memopt.compressor.evaluate.calibration_data import read_token_data
 from memopt.compressor.evaluate.token_windows import document_windows, packed_windows
-from memopt.errors import DataFileError, HeaderError, MissingFileError, UsageError
+from memopt.errors import ContentError, DataFileError, HeaderError, MemoptError, MissingFileError, UsageError
 
 VOCABULARY = 200
 
@@ -135,6 +135,17 @@ def test_other_refusals(tmp_path: Path) -> None:
         read_token_data(tmp_path / "text.txt", VOCABULARY, encode)
     with pytest.raises(MissingFileError):
         read_token_data(tmp_path / "none.jsonl", VOCABULARY, encode)
+
+
+@pytest.mark.parametrize("problem", [UsageError("the prompt holds byte 0x04"), ContentError("a token without text")])
+def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path, problem: MemoptError) -> None:
+    def refuse(text: str) -> Sequence[int]:
+        if text == "cd":
+            raise problem
+        return encode(text)
+
+    with pytest.raises(DataFileError, match=r"text\.jsonl, line 2: cannot be tokenized: (the prompt|a token)"):
+        read_token_data(jsonl(tmp_path, {"text": "ab"}, {"text": "cd"}), VOCABULARY, refuse)
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=6), st.integers(2, 17))

@@ -229,7 +229,7 @@ def test_data_of_the_calibration_is_refused(glm4: Path, tmp_path: Path) -> None:
     digest = hashlib.sha256((glm4 / "text.jsonl").read_bytes()).hexdigest()
     table = json.loads((release / "release.json").read_text())
     (release / "release.json").write_text(json.dumps(table | {"calibration": {"data_sha256": digest}}))
-    with pytest.raises(DataFileError, match="what the release was calibrated on"):
+    with pytest.raises(DataFileError, match=r"text\.jsonl: is what the release was calibrated on"):
         evaluate_release(glm4 / "source", release, glm4 / "text.jsonl", OPTIONS)
     (release / "release.json").write_text(json.dumps(table | {"calibration": {"data_sha256": "0" * 64}}))
     evaluate_release(glm4 / "source", release, glm4 / "text.jsonl", OPTIONS)

@@ -202,7 +202,7 @@ def weight_line(layer: int, expert: int, tokens: int, fallback: str, part: str =
 
 
 def test_the_ledger_is_summed_by_layer_role_and_expert() -> None:
-    lines = [weight_line(3, 0, 10, ""), weight_line(3, 0, 10, "", "down_proj"), weight_line(3, 1, 2, "few tokens")]
+    lines = [weight_line(3, 0, 10, ""), weight_line(3, 0, 10, "", "down_proj"), weight_line(3, 1, 2, "too few tokens")]
     plain = {"tensor": "model.layers.0.x.weight", "role": "attention", "layer": 0, "error": {"relative_mse": 0.5}}
     kept = {"tensor": "model.layers.0.norm.weight", "role": "norm", "layer": 0}
     found = ledger_figures(

@@ -40,7 +40,8 @@ def test_scores_are_points_and_the_drop_is_base_minus_release() -> None:
 
 
 def test_acc_norm_goes_before_acc() -> None:
-    table = {"results": {"arc": {"acc,none": 0.5, "acc_norm,none": 0.6, "acc_stderr,none": "N/A"}}}
+    table: dict[str, Any] = {"results": {"arc": {"acc,none": 0.5, "acc_norm,none": 0.6, "acc_stderr,none": "N/A"}}}
+    table["n-samples"] = {"arc": {"effective": 7}}
     (score,) = compare_tasks(table, table)
     assert (score.metric, score.base, score.base_error) == ("acc_norm,none", 60.0, 0.0)
 
@@ -50,9 +51,30 @@ def test_a_group_without_figures_is_passed_over_and_one_with_them_is_not() -> No
     table = results(a=0.5, b=0.25)
     table["results"] |= {"plain": {"alias": "plain", "name": "plain"}, "mmlu": {"alias": "mmlu", "acc,none": 0.4}}
     table["group_subtasks"] = {"plain": ["a", "b"], "mmlu": ["a", "b"], "b": []}
-    assert [score.task for score in compare_tasks(table, table)] == ["a", "b", "mmlu"]
+    assert [(score.task, score.num_samples) for score in compare_tasks(table, table)] == [
+        ("a", 200),
+        ("b", 200),
+        ("mmlu", 400),
+    ]
     del table["group_subtasks"]
+    table["n-samples"]["mmlu"] = {"effective": 400}
     with pytest.raises(DataFileError, match="task plain has none of"):
+        compare_tasks(table, table)
+
+
+@pytest.mark.parametrize(
+    "entry", [None, {}, {"effective": 0}, {"effective": -1}, {"effective": True}, {"effective": 2.0}]
+)
+def test_a_score_of_no_known_number_of_documents_is_refused(entry: object) -> None:
+    table = results(a=0.5)
+    table["n-samples"]["a"] = entry
+    with pytest.raises(DataFileError, match="task a: n-samples names no document"):
+        compare_tasks(table, table)
+
+
+def test_a_group_within_itself_has_no_documents() -> None:
+    table = {"results": {"a": {"acc,none": 0.5}}, "group_subtasks": {"a": ["b"], "b": ["a"]}}
+    with pytest.raises(DataFileError, match="n-samples names no document"):
         compare_tasks(table, table)
 
 
@@ -94,7 +116,7 @@ def fake_lm_eval(code: int, tables: Sequence[dict[str, Any]], seen: list[Sequenc
     return run
 
 
-ENDPOINT = Endpoint("http://localhost:8000/v1/completions", "glm", Path("checkpoint"))
+ENDPOINT = Endpoint("http://localhost:8000/v1/completions", "7", Path("a,b=c"), 4096)
 
 
 def test_lm_eval_is_called_with_the_endpoint_and_its_file_is_read() -> None:
@@ -104,7 +126,14 @@ def test_lm_eval_is_called_with_the_endpoint_and_its_file_is_read() -> None:
     words = seen[0]
     assert words[words.index("--tasks") + 1] == "gsm8k,arc"
     assert words[words.index("--limit") + 1] == "5"
-    assert "base_url=http://localhost:8000/v1/completions" in words[words.index("--model_args") + 1].split(",")
+    assert json.loads(words[words.index("--model_args") + 1]) == {
+        "model": "7",
+        "base_url": "http://localhost:8000/v1/completions",
+        "tokenizer": "a,b=c",
+        "tokenizer_backend": "huggingface",
+        "tokenized_requests": True,
+        "max_length": 4096,
+    }
 
 
 def test_a_failure_is_told_in_lm_evals_words() -> None:
@@ -112,23 +141,34 @@ def test_a_failure_is_told_in_lm_evals_words() -> None:
         run_tasks(ENDPOINT, ["gsm8k"], run=fake_lm_eval(1, [], []))
 
 
+def test_of_a_traceback_the_exception_is_told() -> None:
+    """As lm-eval 0.4.13 ends: its progress bar comes after the traceback."""
+    traceback = (
+        "2026-11-30:03:12:49 INFO     [evaluator:589] Running loglikelihood requests\n"
+        'Traceback (most recent call last):\n  File "api_models.py", line 482, in model_call\n'
+        "    response.raise_for_status()\n"
+        "requests.exceptions.HTTPError: 404 Client Error: Not Found for url: http://h/v1/nope\n"
+        "\rRequesting API:   0%|          | 0/48 [00:04<?, ?it/s]\n"
+    )
+    with pytest.raises(NetworkError, match=r"code 1: requests\.exceptions\.HTTPError: 404 Client Error") as caught:
+        run_tasks(ENDPOINT, ["a"], run=lambda command: subprocess.CompletedProcess(command, 1, "", traceback))
+    assert "Requesting API" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("url", "tasks", "words"),
     [
         ("localhost:8000", ["a"], "no address"),
-        ("http://h/v1,model=x", ["a"], "holds a comma"),
         (ENDPOINT.url, [], "tasks"),
         (ENDPOINT.url, ["--help"], "tasks"),
+        (ENDPOINT.url, ["a,b"], "tasks"),
     ],
 )
 def test_a_wrong_call_is_refused(url: str, tasks: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        run_tasks(Endpoint(url, "glm", Path("c")), tasks, run=fake_lm_eval(0, [], []))
+        run_tasks(Endpoint(url, "glm", Path("c"), 4096), tasks, run=fake_lm_eval(0, [], []))
 
 
-def test_names_and_folders_with_commas_and_a_missing_lm_eval_are_told() -> None:
-    for model, folder in (("a,b", "c"), ("a", "c,d")):
-        with pytest.raises(UsageError, match="holds a comma"):
-            check_tasks(Endpoint(ENDPOINT.url, model, Path(folder)), ["gsm8k"], is_installed=True)
-    with pytest.raises(UnsupportedError, match="lm-eval is not installed"):
+def test_a_missing_lm_eval_is_told() -> None:
+    with pytest.raises(UnsupportedError, match="lm-eval, or transformers"):
         check_tasks(ENDPOINT, ["gsm8k"], is_installed=False)

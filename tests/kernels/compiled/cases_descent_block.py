@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from compiled.case import CompileCase
-from memopt.kernels.calibration.descent_block_triton import BLOCK_ROWS, NUM_WARPS, descent_block_kernel
+from memopt.kernels.calibration.column_block_triton import BLOCK_ROWS, NUM_WARPS
+from memopt.kernels.calibration.descent_block_triton import descent_block_kernel
 from memopt.kernels.layout import GPTQ_BLOCK_COLUMNS, INT4_GROUP_SIZES
 
 POINTERS = {"gradient": "*fp32", "hessian": "*fp32", "scale": "*fp32", "codes": "*i8"}

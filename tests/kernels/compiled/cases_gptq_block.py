@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from compiled.case import CompileCase
-from memopt.kernels.calibration.gptq_block_triton import BLOCK_ROWS, NUM_WARPS, gptq_block_kernel
+from memopt.kernels.calibration.column_block_triton import BLOCK_ROWS, NUM_WARPS
+from memopt.kernels.calibration.gptq_block_triton import gptq_block_kernel
 from memopt.kernels.layout import GPTQ_BLOCK_COLUMNS
 
 POINTERS = {

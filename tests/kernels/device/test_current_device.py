@@ -17,8 +17,8 @@ KERNELS = Path(str(memopt.__file__)).parents[1] / "kernels"
 PACKAGES = (".", "attention", "calibration", "gemm", "kv_cache")
 # Parts of kernels, launched from elsewhere.
 WITHOUT_LAUNCHER = {
-    "decode_math_triton", "gqa_decode_kernel_triton", "int4_rounding_triton", "int4_tiles_triton",
-    "mla_decode_kernel_triton", "page_tiles_triton", "planar_triton",
+    "column_block_triton", "decode_math_triton", "gqa_decode_kernel_triton", "int4_rounding_triton",
+    "int4_tiles_triton", "mla_decode_kernel_triton", "page_tiles_triton", "planar_triton",
 }  # fmt: skip
 TRITON_FILES = sorted(path for package in PACKAGES for path in (KERNELS / package).glob("*_triton.py"))
 

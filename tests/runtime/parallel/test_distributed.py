@@ -17,6 +17,7 @@ from memopt.errors import ContentError, MemoptError, PeerError, SignatureError, 
 from memopt.runtime.parallel import distributed
 from memopt.runtime.parallel.agreement import all_ranks_or_none, require_equal
 from memopt.runtime.parallel.communicator import Communicator, SingleRank
+from memopt.runtime.parallel.distributed import DistributedCommunicator
 from memopt.runtime.parallel.launch import communicator_from_environment
 
 # The first number at which an order of addition that depends on the place shows.
@@ -213,15 +214,18 @@ def test_a_rank_that_is_silent_is_left_in_time(tmp_path: Path) -> None:
     assert "cannot go on" in heard[1]
 
 
-def come_alone() -> None:
+def come_alone(silence_seconds: float, start_seconds: float) -> None:
     """Rank 1 never comes."""
     if os.environ["RANK"] == "1":
         time.sleep(600)
-    communicator_from_environment(2, timeout_seconds=1)
+    DistributedCommunicator(0, 2, timeout_seconds=silence_seconds, start_timeout_seconds=start_seconds)
 
 
-def test_a_rank_that_never_comes_is_left_in_time() -> None:
-    with started_ranks(2, come_alone) as ranks:
+@pytest.mark.parametrize(("silence_seconds", "start_seconds"), [(1.0, 600.0), (7 * 24 * 3600.0, 1.0)])
+def test_a_rank_that_never_comes_is_left_in_time(silence_seconds: float, start_seconds: float) -> None:
+    """Ranks of a run of days may work in silence for days, but they start together."""
+    with started_ranks(2, come_alone, silence_seconds, start_seconds) as ranks:
         found = ranks.result(0, 40)
     assert isinstance(found, Refusal)
     assert found.kind is PeerError
+    assert "waiting for the other ranks to start" in found.text
