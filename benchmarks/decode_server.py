@@ -3,7 +3,8 @@
     python decode_server.py memopt|transformers|vllm MODEL_FOLDER DTYPE THREADS [PUBLIC_KEY]
 
 A line {"batch": 16, "num_tokens": 64} decodes that many prompts of PROMPT_TOKENS random tokens greedily. The answer has
-the seconds of the decode steps alone (from the first token to the last), the tokens, and the process's peak memory.
+the seconds of the decode steps alone (from the first token to the last), by the clock and of processor time, the
+tokens, and the process's peak memory.
 This file imports memopt, transformers or vLLM only when it is that system, so that memory and environment are its own.
 """
 
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,22 @@ import torch
 PROMPT_TOKENS = 32
 MAX_BATCH = 16
 MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time by the clock and of the processor, which other processes lengthen less; made without arguments, now."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    processor: float = field(default_factory=time.process_time)
+
+    def passed(self) -> Seconds:
+        """What has passed until now, of all threads."""
+        return Seconds(time.perf_counter() - self.wall, time.process_time() - self.processor)
+
+
 # What a decode run gives: seconds from the first token to the last, and the tokens of each prompt.
-Run = tuple[float, list[list[int]]]
+Run = tuple[Seconds, list[list[int]]]
 
 
 def prompts_of(batch: int, vocab_size: int) -> list[list[int]]:
@@ -48,14 +64,14 @@ def memopt_system(folder: str, dtype: str, key: str) -> Callable[[list[list[int]
     def run(prompts: list[list[int]], num_tokens: int) -> Run:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         tokens: dict[int, list[int]] = {engine.submit(prompt, params): [] for prompt in prompts}
-        started = 0.0
+        started: Seconds | None = None
         while engine.has_work:
             for event in engine.step():
                 if event.token_id is not None:
                     tokens[event.request_id].append(event.token_id)
             # All prompts fit one step: the first tokens come together.
-            started = started or time.perf_counter()
-        return time.perf_counter() - started, list(tokens.values())
+            started = started or Seconds()
+        return (started or Seconds()).passed(), list(tokens.values())
 
     return run
 
@@ -75,14 +91,14 @@ def transformers_system(folder: str, dtype: str) -> Callable[[list[list[int]], i
         logits = model(torch.tensor(prompts), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         columns = [logits[:, -1].argmax(dim=-1)]
         columns[0].tolist()
-        started = time.perf_counter()
+        started = Seconds()
         for _ in range(num_tokens - 1):
             step = columns[-1][:, None]
             logits = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             columns.append(logits[:, -1].argmax(dim=-1))
             # As an engine does, which gives out each token.
             columns[-1].tolist()
-        return time.perf_counter() - started, torch.stack(columns, dim=1).tolist()
+        return started.passed(), torch.stack(columns, dim=1).tolist()
 
     return run
 
@@ -105,14 +121,14 @@ def vllm_system(folder: str, dtype: str, num_threads: int) -> Callable[[list[lis
     def timed(prompts: list[list[int]], num_tokens: int) -> Run:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        started = time.perf_counter()
+        started = Seconds()
         answers = engine.generate(asked, sampling, use_tqdm=False)
-        return time.perf_counter() - started, [list(answer.outputs[0].token_ids) for answer in answers]
+        return started.passed(), [list(answer.outputs[0].token_ids) for answer in answers]
 
     def run(prompts: list[list[int]], num_tokens: int) -> Run:
-        first_seconds, _ = timed(prompts, 1)
-        seconds, tokens = timed(prompts, num_tokens)
-        return seconds - first_seconds, tokens
+        first, _ = timed(prompts, 1)
+        all_, tokens = timed(prompts, num_tokens)
+        return Seconds(all_.wall - first.wall, all_.processor - first.processor), tokens
 
     return run
 
@@ -141,7 +157,12 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         seconds, tokens = run(prompts_of(asked["batch"], vocab_size), asked["num_tokens"])
-        answer = {"seconds": seconds, "tokens": tokens, "peak_bytes": peak_bytes()}
+        answer = {
+            "seconds": seconds.wall,
+            "processor_seconds": seconds.processor,
+            "tokens": tokens,
+            "peak_bytes": peak_bytes(),
+        }
         print(json.dumps(answer), file=answers, flush=True)
 
 

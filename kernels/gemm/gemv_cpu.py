@@ -15,7 +15,7 @@ from memopt.kernels.gemm import gemv_rows_cpu
 from memopt.kernels.gemm.gemv_rows_cpu import multiply_heads, multiply_row
 from memopt.kernels.kv_cache import kv_rows_cpu
 from memopt.kernels.rows import row_values_cpu
-from memopt.kernels.rows.row_arrays import row_array
+from memopt.kernels.rows.row_arrays import new_rows, row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, gemv_rows_cpu)
 # One thread multiplies. Weights above this are worth torch's threads where it has several.
@@ -65,8 +65,8 @@ def is_single_row(x: Tensor, weight: Tensor) -> bool:
 
 def row_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """[1, N] of x [1, K] and a contiguous weight [N, K], for which `is_single_row` holds; float32 sums."""
-    product = torch.empty((1, weight.shape[0]), dtype=torch.bfloat16)
-    _row_entry()(row_array(x.contiguous()), row_array(weight), row_array(product))
+    product, bits = new_rows((1, weight.shape[0]), torch.bfloat16)
+    _row_entry()(row_array(x.contiguous()), row_array(weight), bits)
     return product
 
 
@@ -74,6 +74,6 @@ def row_head_matmul(x: Tensor, weights: Tensor) -> Tensor:
     """[1, H, N] of x [1, H, K] and weights [H, K, N], each contiguous or the transpose of one; float32 sums."""
     is_transposed = not weights.is_contiguous()
     stored = weights.mT if is_transposed else weights
-    product = torch.empty((1, weights.shape[0], weights.shape[2]), dtype=torch.bfloat16)
-    _heads_entry()(row_array(x.contiguous()), row_array(stored.contiguous()), is_transposed, row_array(product))
+    product, bits = new_rows((1, weights.shape[0], weights.shape[2]), torch.bfloat16)
+    _heads_entry()(row_array(x.contiguous()), row_array(stored.contiguous()), is_transposed, bits)
     return product

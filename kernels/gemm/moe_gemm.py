@@ -20,6 +20,8 @@ def moe_gemm(
     expert_ids: Tensor,
     expert_weights: Tensor,
     out: Tensor | None = None,
+    *,
+    is_checked: bool = False,
 ) -> Tensor:
     """[T, H] = sum over a token's choices j of weight[j] * down[id[j]] @ (silu(gate) * up), in x's type.
 
@@ -28,9 +30,28 @@ def moe_gemm(
     0..E - 1 is an expert of another rank and adds nothing. `expert_weights` float32 [T, top_k]. Sums are float32, the
     hidden values are rounded to x's type, and choices are added in their order: equal input gives equal bytes. For
     float32 x a token's result does not depend on the other tokens, unless the form is TorchInt4Weight.
-    Shared experts and the sum over ranks are the caller's. `out` [T, H] is filled and returned if given.
+    Shared experts and the sum over ranks are the caller's. `out` [T, H] is filled and returned if given. `is_checked`:
+    the caller vouches for forms, types and shapes.
     Raises ShapeError for shapes, types, strides or devices that do not fit, UsageError for a form without a kernel.
     """
+    if not is_checked:
+        _check(x, gate_up, down, expert_ids, expert_weights)
+    if out is None:
+        out = torch.empty(x.shape[0], down.num_rows, dtype=x.dtype, device=x.device)
+    elif not is_checked:
+        require_tensor("out", out, (x.shape[0], down.num_rows), x.dtype, like=x)
+    if isinstance(gate_up, PlanarWeight) and isinstance(down, PlanarWeight):
+        if x.device.type == "cpu":
+            return moe_gemm_reference(x, gate_up, down, expert_ids, expert_weights, out)
+        from memopt.kernels.gemm.moe_gemm_triton import moe_gemm_triton
+
+        return moe_gemm_triton(x, gate_up, down, expert_ids, expert_weights, out)
+    if isinstance(gate_up, PlanarWeight) or isinstance(down, PlanarWeight):
+        raise UsageError("of gate_up and down one is planar and the other not", remedy="give both the same form")
+    return moe_gemm_cpu(x, gate_up, down, expert_ids, expert_weights, out)
+
+
+def _check(x: Tensor, gate_up: AnyInt4Weight, down: AnyInt4Weight, expert_ids: Tensor, expert_weights: Tensor) -> None:
     num_experts = down.num_experts
     if num_experts is None:
         raise ShapeError(f"down is one weight [{down.num_rows}, {down.num_columns}], but a stack of experts is needed")
@@ -44,15 +65,3 @@ def moe_gemm(
     require_tensor("x", x, (None, gate_up.num_columns), *float_types(x))
     require_tensor("expert_ids", expert_ids, (x.shape[0], None), torch.int32, torch.int64, like=x)
     require_tensor("expert_weights", expert_weights, tuple(expert_ids.shape), torch.float32, like=x)
-    if out is None:
-        out = torch.empty(x.shape[0], down.num_rows, dtype=x.dtype, device=x.device)
-    require_tensor("out", out, (x.shape[0], down.num_rows), x.dtype, like=x)
-    if isinstance(gate_up, PlanarWeight) and isinstance(down, PlanarWeight):
-        if x.device.type == "cpu":
-            return moe_gemm_reference(x, gate_up, down, expert_ids, expert_weights, out)
-        from memopt.kernels.gemm.moe_gemm_triton import moe_gemm_triton
-
-        return moe_gemm_triton(x, gate_up, down, expert_ids, expert_weights, out)
-    if isinstance(gate_up, PlanarWeight) or isinstance(down, PlanarWeight):
-        raise UsageError("of gate_up and down one is planar and the other not", remedy="give both the same form")
-    return moe_gemm_cpu(x, gate_up, down, expert_ids, expert_weights, out)

@@ -24,22 +24,23 @@ def moe_gemm_cpu(
 ) -> Tensor:
     """out [T, H]; checked by `moe_gemm`, which documents it. A TorchInt4Weight rounds x and its product to BF16."""
     # In the order of experts every expert's tokens are one slice.
-    choices = ordered_choices(expert_ids, down.num_experts or 0)
+    choices = ordered_choices(x, expert_ids, down.num_experts or 0)
     if not choices.starts[-1]:
         return out.zero_()
-    gathered = x.index_select(0, choices.tokens)
-    hidden = silu_mul(_products(gathered, gate_up, choices.starts), x.dtype)
+    hidden = silu_mul(_products(choices.rows, gate_up, choices.starts), x.dtype)
     return summed_choices(_products(hidden, down, choices.starts), choices, expert_weights, out)
 
 
 def _products(rows: Tensor, weight: Int4Weight | TorchInt4Weight, starts: list[int]) -> Tensor:
     """Each expert's weight times its rows, [., N]: BF16 of a TorchInt4Weight, else float32."""
-    bounds = [bound for bound in enumerate(pairwise(starts)) if bound[1][0] < bound[1][1]]
+    counts = [after - first for first, after in pairwise(starts)]
+    chosen = [index for index, count in enumerate(counts) if count]
+    sizes = [counts[index] for index in chosen]
     if isinstance(weight, TorchInt4Weight):
-        halves = rows.to(torch.bfloat16)
-        parts = [torch_int4_product(halves[first:after], weight.experts[index]) for index, (first, after) in bounds]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        experts, parts = weight.experts, rows.to(torch.bfloat16).split_with_sizes(sizes)
+        results = [torch_int4_product(part, experts[index]) for index, part in zip(chosen, parts, strict=True)]
+        return torch.cat(results) if len(results) > 1 else results[0]
     products = torch.empty(rows.shape[0], weight.num_rows)
-    for index, (first, after) in bounds:
-        int4_gemm_cpu(rows[first:after], weight.expert(index), products[first:after])
+    for index, part in zip(chosen, rows.split_with_sizes(sizes), strict=True):
+        int4_gemm_cpu(part, weight.expert(index), products[starts[index] : starts[index + 1]])
     return products

@@ -17,7 +17,7 @@ from memopt.kernels.gemm import moe_rows_cpu
 from memopt.kernels.gemm.moe_rows_cpu import add_choices, choose_experts, order_choices
 from memopt.kernels.kv_cache import kv_rows_cpu
 from memopt.kernels.rows import row_values_cpu
-from memopt.kernels.rows.row_arrays import row_array
+from memopt.kernels.rows.row_arrays import new_rows, row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, moe_rows_cpu)
 
@@ -26,12 +26,12 @@ _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, moe_rows_cpu)
 class OrderedChoices:
     """The choices of T tokens in the order of experts: expert e's are `starts[e]` to `starts[e + 1]`.
 
-    `tokens` int64 [.]: the token of each. `places` int64 [T, k]: where each choice stands, -1 for another rank's.
+    `rows` [., H]: the row of x of each. `places` numpy int64 [T, k]: where each choice stands, -1 for another rank's.
     """
 
     starts: list[int]
-    tokens: Tensor
-    places: Tensor
+    rows: Tensor
+    places: Any
 
 
 @cache
@@ -100,16 +100,16 @@ def choose_on_cpu(
     return ids, weights
 
 
-def ordered_choices(expert_ids: Tensor, num_experts: int) -> OrderedChoices:
-    """`expert_ids` int32 or int64 [T, k] in the order of experts, then of tokens."""
-    starts = np.empty(num_experts + 1, dtype=np.int64)
-    tokens, places = torch.empty(expert_ids.numel(), dtype=torch.int64), torch.empty_like(expert_ids, dtype=torch.int64)
-    _order_entry()(expert_ids.contiguous().numpy(), num_experts, starts, tokens.numpy(), places.numpy())
+def ordered_choices(x: Tensor, expert_ids: Tensor, num_experts: int) -> OrderedChoices:
+    """`expert_ids` int32 or int64 [T, k] in the order of experts, then of tokens, with the rows of x [T, H]."""
+    starts, places = np.empty(num_experts + 1, dtype=np.int64), np.empty(expert_ids.shape, dtype=np.int64)
+    rows, array = new_rows((expert_ids.numel(), x.shape[1]), x.dtype)
+    _order_entry()(row_array(x), expert_ids.contiguous().numpy(), num_experts, starts, places, array)
     bounds = starts.tolist()
-    return OrderedChoices(bounds, tokens[: bounds[-1]], places)
+    return OrderedChoices(bounds, rows[: bounds[-1]], places)
 
 
 def summed_choices(results: Tensor, choices: OrderedChoices, expert_weights: Tensor, out: Tensor) -> Tensor:
     """Fills out [T, H] with each token's weighted sum of results [., H], float32 and in the order of its choices."""
-    _add_entry()(row_array(results), choices.places.numpy(), expert_weights.contiguous().numpy(), row_array(out))
+    _add_entry()(row_array(results), choices.places, expert_weights.contiguous().numpy(), row_array(out))
     return out

@@ -71,11 +71,11 @@ def choose_experts(
 
 
 @njit(nogil=True, error_model="numpy")
-def order_choices(ids, num_experts, starts, tokens, places):
+def order_choices(x, ids, num_experts, starts, places, rows):
     """Choices [T, k] in the order of experts, then of tokens: expert e's are starts[e] to starts[e + 1].
 
-    `starts` int64 [num_experts + 1]; `tokens` int64 [T * k]: the token of each choice in that order; `places` int64
-    [T, k]: where a choice stands there, -1 for an id outside 0 to num_experts - 1.
+    `starts` int64 [num_experts + 1]; `places` int64 [T, k]: where a choice stands in that order, -1 for an id outside 0
+    to num_experts - 1; `rows` [T * k, H]: the token's row of x [T, H] for each choice in that order.
     """
     starts[:] = 0
     for t in range(ids.shape[0]):
@@ -89,7 +89,9 @@ def order_choices(ids, num_experts, starts, tokens, places):
             places[t, j] = -1
             if 0 <= ids[t, j] < num_experts:
                 places[t, j] = starts[ids[t, j]]
-                tokens[places[t, j]] = t
+                source, target = x[t], rows[places[t, j]]
+                for i in range(target.shape[0]):
+                    target[i] = source[i]
                 starts[ids[t, j]] += 1
     for e in range(num_experts, 0, -1):
         starts[e] = starts[e - 1]

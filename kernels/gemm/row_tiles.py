@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from memopt.kernels.gemm.few_rows_matmul_cpu import few_rows_matmul, is_small_product
 from memopt.kernels.gemm.gemv_cpu import is_single_row, row_matmul
 from memopt.kernels.layout import BITS_PER_BYTE, F32_BITS
 
@@ -36,11 +37,14 @@ def tiled_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """[M, N] = x [M, K] @ weight.T of a weight [N, K] of x's type; sums are float32 or better.
 
     For float32 on the CPU a row's bits depend on that row and the weight alone. Else this is torch's product, but for
-    a single row on the CPU (gemv_cpu.py).
+    a single row (gemv_cpu.py) and small products (few_rows_matmul_cpu.py) on the CPU.
     """
     if not is_tiled(x):
-        if is_single_row(x, weight) and weight.is_contiguous():
-            return row_matmul(x, weight)
+        if x.dtype == torch.bfloat16 and weight.is_contiguous():
+            if is_single_row(x, weight):
+                return row_matmul(x, weight)
+            if is_small_product(x, weight):
+                return few_rows_matmul(x, weight)
         return x @ weight.T
     missing = -x.shape[1] % _ALIGNMENT_COLUMNS
     if missing:

@@ -22,7 +22,7 @@ def read_mla_tokens(pool: Tensor, slots: Tensor, kv_format: KvFormat, scale: Ten
         tokens = torch.empty(slots.shape[0], MLA_KEY_SIZE)
         flat, offsets = flat_bytes(pool), ds_mla_offsets(pool, slots)
         load_grouped_entry()(
-            flat.numpy(), flat.view(torch.float32).numpy(), offsets.codes.numpy(), offsets.scales.numpy(),
+            flat.numpy(), flat.view(torch.float32).numpy(), offsets.codes, offsets.scales,
             DS_MLA_SCALE_GROUP, DS_MLA_NUM_SCALES, tokens.numpy(),
         )  # fmt: skip
         tokens[:, MLA_LATENT_SIZE:] = _plain_rows(ds_mla_views(pool).rope, slots)
@@ -41,7 +41,7 @@ def read_indexer_keys(pool: Tensor, slots: Tensor) -> Tensor:
         return _plain_rows(float_indexer_keys(pool), slots)
     keys, flat, offsets = torch.empty(slots.shape[0], INDEXER_KEY_SIZE), flat_bytes(pool), indexer_offsets(pool, slots)
     load_grouped_entry()(
-        flat.numpy(), flat.view(torch.float32).numpy(), offsets.codes.numpy(), offsets.scales.numpy(),
+        flat.numpy(), flat.view(torch.float32).numpy(), offsets.codes, offsets.scales,
         INDEXER_KEY_SIZE, 1, keys.numpy(),
     )  # fmt: skip
     return keys
@@ -60,5 +60,5 @@ def _plain_rows(rows: Tensor, slots: Tensor) -> Tensor:
 def _scaled_rows(pool: Tensor, slots: Tensor, scales: Tensor) -> Tensor:
     tokens = torch.empty(slots.shape[0], *pool.shape[2:])
     flat = tokens.view(slots.shape[0], pool[0, 0].numel())
-    load_scaled_entry()(flat_bytes(pool).numpy(), row_offsets(pool, slots).numpy(), scales.numpy(), flat.numpy())
+    load_scaled_entry()(flat_bytes(pool).numpy(), row_offsets(pool, slots), scales.numpy(), flat.numpy())
     return tokens

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from memopt.kernels.kv_cache.kv_slots import places
 from memopt.kernels.layout import (
     DS_MLA_SCALES_OFFSET_BYTES,
     INDEXER_KEY_SIZE,
     INDEXER_PAGE_SCALES_OFFSET_BYTES,
     INDEXER_SCALE_BYTES,
+    PAGE_TOKENS,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOffsets:
-    """Places of tokens with scales of their own, int64 [T] each; negative `codes` for padding.
+    """Places of tokens with scales of their own, numpy int64 [T] each; negative `codes` for padding.
 
     `codes`: first e4m3 byte, in bytes. `scales`: first scale, in float32 elements.
     """
 
-    codes: Tensor
-    scales: Tensor
+    codes: Any
+    scales: Any
 
 
-def row_offsets(pool: Tensor, slots: Tensor) -> Tensor:
-    """First byte int64 [T] of each token's row in a uint8 pool; the slot itself, negative, for padding."""
-    pages, positions = places(slots)
-    return torch.where(slots < 0, slots, pages * pool.stride(0) + positions * pool.stride(1))
+def row_offsets(pool: Tensor, slots: Tensor) -> Any:
+    """First byte numpy int64 [T] of each token's row in a uint8 pool; the slot itself, negative, for padding."""
+    numbers = slots.numpy()
+    pages, positions = np.divmod(numbers, PAGE_TOKENS)
+    return np.where(numbers < 0, numbers, pages * pool.stride(0) + positions * pool.stride(1))
 
 
 def ds_mla_offsets(pool: Tensor, slots: Tensor) -> GroupOffsets:
@@ -41,10 +44,11 @@ def ds_mla_offsets(pool: Tensor, slots: Tensor) -> GroupOffsets:
 
 def indexer_offsets(pool: Tensor, slots: Tensor) -> GroupOffsets:
     """Places of keys in an indexer pool."""
-    pages, positions = places(slots)
+    numbers = slots.numpy()
+    pages, positions = np.divmod(numbers, PAGE_TOKENS)
     starts = pages * pool.stride(0)
     scale_bytes = starts + INDEXER_PAGE_SCALES_OFFSET_BYTES + positions * INDEXER_SCALE_BYTES
-    codes = torch.where(slots < 0, slots, starts + positions * INDEXER_KEY_SIZE)
+    codes = np.where(numbers < 0, numbers, starts + positions * INDEXER_KEY_SIZE)
     return GroupOffsets(codes, scale_bytes // torch.float32.itemsize)
 
 

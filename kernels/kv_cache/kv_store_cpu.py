@@ -22,6 +22,7 @@ from memopt.kernels.layout import (
     DS_MLA_SCALE_GROUP,
     INDEXER_KEY_SIZE,
     INDEXER_MIN_SCALE,
+    MLA_KEY_SIZE,
     MLA_LATENT_SIZE,
     PAGE_TOKENS,
 )
@@ -44,12 +45,15 @@ def mla_store(
         halves = pool.view(torch.bfloat16)[..., DS_MLA_ROPE_OFFSET_BYTES // torch.bfloat16.itemsize :]
         _store_plain(rope, halves, slots)
     elif scale is None:
-        _store_plain(latent, pool[..., :MLA_LATENT_SIZE], slots)
-        _store_plain(rope, pool[..., MLA_LATENT_SIZE:], slots)
+        if _are_side_by_side(latent, rope):
+            _store_plain(latent.as_strided((latent.shape[0], MLA_KEY_SIZE), latent.stride()), pool, slots)
+        else:
+            _store_plain(latent, pool[..., :MLA_LATENT_SIZE], slots)
+            _store_plain(rope, pool[..., MLA_LATENT_SIZE:], slots)
     else:
         offsets = row_offsets(pool, slots)
         _store_scaled(latent, scale.view(1), offsets, pool)
-        _store_scaled(rope, scale.view(1), torch.where(offsets < 0, offsets, offsets + MLA_LATENT_SIZE), pool)
+        _store_scaled(rope, scale.view(1), np.where(offsets < 0, offsets, offsets + MLA_LATENT_SIZE), pool)
 
 
 def gqa_store(
@@ -80,6 +84,12 @@ def indexer_store(key: Tensor, pool: Tensor, slots: Tensor, bad_slot: Tensor | N
     _store_grouped(key, INDEXER_KEY_SIZE, INDEXER_MIN_SCALE, offsets, pool, power_of_two=True)
 
 
+def _are_side_by_side(latent: Tensor, rope: Tensor) -> bool:
+    """Whether they are two parts of one tensor's rows, as rows/layer_rows.py makes them: then one store does it."""
+    distance_bytes = rope.data_ptr() - latent.data_ptr()
+    return distance_bytes == MLA_LATENT_SIZE * latent.itemsize and latent.stride() == rope.stride() == (MLA_KEY_SIZE, 1)
+
+
 def _store_plain(values: Tensor, rows: Tensor, slots: Tensor) -> None:
     """`rows`: the tokens' rows in a pool, bfloat16 or float32 [P, 64, ...], each token's contiguous."""
     page_stride, token_stride = rows.stride()[:2]
@@ -97,8 +107,8 @@ def _store_plain(values: Tensor, rows: Tensor, slots: Tensor) -> None:
         )
 
 
-def _store_scaled(values: Tensor, scales: Tensor, offsets: Tensor, pool: Tensor) -> None:
-    store_scaled_entry()(_float32(values), scales.numpy(), offsets.numpy(), flat_bytes(pool).numpy())
+def _store_scaled(values: Tensor, scales: Tensor, offsets: Any, pool: Tensor) -> None:
+    store_scaled_entry()(_float32(values), scales.numpy(), offsets, flat_bytes(pool).numpy())
 
 
 def _store_grouped(
@@ -112,8 +122,8 @@ def _store_grouped(
 ) -> None:
     flat = flat_bytes(pool)
     store_grouped_entry()(
-        _float32(values), group, power_of_two, np.float32(min_scale), offsets.codes.numpy(),
-        offsets.scales.numpy(), flat.numpy(), flat.view(torch.float32).numpy(),
+        _float32(values), group, power_of_two, np.float32(min_scale), offsets.codes,
+        offsets.scales, flat.numpy(), flat.view(torch.float32).numpy(),
     )  # fmt: skip
 
 

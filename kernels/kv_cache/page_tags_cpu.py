@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from memopt.kernels import layout
-from memopt.kernels.compile_cache import compiled, source_digest
+from memopt.kernels.compile_cache import CompiledKernel, compiled, source_digest
 from memopt.kernels.kv_cache import page_tags_reference
 from memopt.kernels.kv_cache.page_tags_reference import NO_MISMATCH, PageTagCheck, new_check
 from memopt.kernels.layout import NO_TAG
 
 
 @cache
-def verify_rows_entry() -> Callable[..., int]:
+def verify_rows_entry() -> CompiledKernel:
     """The loop, compiled; it returns how many requests are flagged.
 
     cpu_entry.py says why it closes over a digest of its sources.
@@ -64,7 +64,11 @@ def bound_check(
     """`verify_page_tags` of these tensors as a call without arguments, for the values that they have at each call.
 
     The call returns how many requests are flagged: on the CPU that is known at once. The tensors are taken as checked
-    (`page_tags.verify_page_tags`); finding their memory is most of what a check costs.
+    (`page_tags.verify_page_tags`); finding their memory is most of what a check costs. The loop runs once here, so that
+    it is compiled, and what stands around it for a cache that cannot be read is out of the way.
     """
     tensors = (block_table, num_pages, tags, expected, out.flags, out.first_mismatch)
-    return partial(verify_rows_entry(), *(tensor.numpy() for tensor in tensors))
+    arrays = [tensor.numpy() for tensor in tensors]
+    verify_rows = verify_rows_entry()
+    verify_rows(*arrays)
+    return partial(verify_rows.dispatcher, *arrays)

@@ -16,7 +16,7 @@ from memopt.kernels.kv_cache import kv_rows_cpu
 from memopt.kernels.layout import MLA_KEY_SIZE, MLA_LATENT_SIZE
 from memopt.kernels.rows import layer_rows_cpu, row_values_cpu
 from memopt.kernels.rows.layer_rows_cpu import key_rows, norm_rows, rotate_heads, silu_mul_rows
-from memopt.kernels.rows.row_arrays import row_array
+from memopt.kernels.rows.row_arrays import new_rows, row_array
 
 _SOURCES = (layout, cpu_number, kv_rows_cpu, row_values_cpu, layer_rows_cpu)
 _TYPES = (torch.bfloat16, torch.float32)
@@ -83,13 +83,11 @@ def has_row_kernels(x: Tensor) -> bool:
 
 def rms_norm_on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As runtime/model/norms.py `rms_norm`, for x and weight of one type that `has_row_kernels`."""
-    out = torch.empty(x.shape, dtype=x.dtype)
     # Contiguous: for strided rows numba compiles another loop, whose sum may be in another order.
-    size = weight.shape[0]
-    _norm_entry()(
-        row_array(x.reshape(-1, size).contiguous()), row_array(weight), np.float32(eps), row_array(out.view(-1, size))
-    )  # fmt: skip
-    return out
+    rows = x.contiguous().view(-1, weight.shape[0])
+    out, array = new_rows(tuple(rows.shape), x.dtype)
+    _norm_entry()(row_array(rows), row_array(weight), np.float32(eps), array)
+    return out.view(x.shape)
 
 
 def rotate_on_cpu(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, out_size: int | None = None) -> Tensor:
@@ -97,15 +95,15 @@ def rotate_on_cpu(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, *, 
 
     What a head has behind the pairs of cos and sin stays; zeros follow up to `out_size`, if given.
     """
-    out = torch.empty((*x.shape[:2], out_size or x.shape[2]), dtype=x.dtype)
-    _rotate_entry()(row_array(x), cos.numpy(), sin.numpy(), is_interleaved, row_array(out))
+    out, array = new_rows((*x.shape[:2], out_size or x.shape[2]), x.dtype)
+    _rotate_entry()(row_array(x), cos.numpy(), sin.numpy(), is_interleaved, array)
     return out
 
 
 def silu_mul_on_cpu(gate_up: Tensor, rounded_to: torch.dtype) -> Tensor:
     """As gemm/silu_mul.py, for gate_up [T, 2 * I] that `has_row_kernels`."""
-    out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=rounded_to)
-    _silu_mul_entry()(row_array(gate_up.contiguous()), row_array(out))
+    out, array = new_rows((gate_up.shape[0], gate_up.shape[1] // 2), rounded_to)
+    _silu_mul_entry()(row_array(gate_up.contiguous()), array)
     return out
 
 
@@ -113,9 +111,9 @@ def mla_keys_on_cpu(
     kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, is_interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Latents [R, 512] and ropes [R, 64], padded with zeros, of kv_a_proj's rows [R, latent + rope] on the CPU."""
-    out = torch.empty((kv.shape[0], MLA_KEY_SIZE), dtype=kv.dtype)
+    out, array = new_rows((kv.shape[0], MLA_KEY_SIZE), kv.dtype)
     _key_entry()(
         row_array(kv.contiguous()), row_array(norm), np.float32(eps), cos.numpy(), sin.numpy(), is_interleaved,
-        MLA_LATENT_SIZE, row_array(out),
+        MLA_LATENT_SIZE, array,
     )  # fmt: skip
     return out[:, :MLA_LATENT_SIZE], out[:, MLA_LATENT_SIZE:]

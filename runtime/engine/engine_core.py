@@ -211,15 +211,18 @@ class EngineCore:
             if found.first_mismatch is not None:
                 self.pages.report_mismatch(item.request, found.first_mismatch, self.num_steps)
                 events.append(self._finish(item.request, "page_mismatch"))
-            elif not found.is_finite:
-                events.append(self._finish(item.request, "nonfinite"))
             else:
                 events += self._advance(item, found)
         return events
 
     def _advance(self, item: ScheduledRows, found: RequestResult) -> list[TokenEvent]:
-        """Take a clean step's tokens: the first always, each further one as long as the draft before it was right."""
+        """Take a clean step's tokens: the first always, each further one as long as the draft before it was right.
+
+        Logits that are not finite end the request when their token's turn comes: behind a wrong draft it never does.
+        """
         request = item.request
+        if found.token_ids and not found.num_finite:
+            return [self._finish(request, "nonfinite")]
         request.num_computed = item.first_position + item.num_rows
         if item.num_prefill_rows and request.num_computed >= request.num_prompt_tokens:
             self.pages.remember_prompt(request)
@@ -227,6 +230,9 @@ class EngineCore:
         events: list[TokenEvent] = []
         for number, token in enumerate(found.token_ids):
             if number > 0 and drafts[number - 1] != request.tokens[-1]:
+                break
+            if number >= found.num_finite:
+                events.append(self._finish(request, "nonfinite"))
                 break
             events.append(self._take(request, token))
             if events[-1].finish_reason is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -47,12 +48,13 @@ class RequestResult:
     """What a step found for one request.
 
     `token_ids`: one for each of its sampled rows, `draft_ids` the guess behind each of these; both empty while its
-    prompt is not complete. `first_mismatch`: index of the first page with a wrong tag, None when all are right.
+    prompt is not complete. `num_finite`: rows from the first on whose logits are finite. `first_mismatch`: index of the
+    first page with a wrong tag, None when all are right.
     """
 
     token_ids: tuple[int, ...]
     draft_ids: tuple[int, ...]
-    is_finite: bool
+    num_finite: int
     first_mismatch: int | None
 
 
@@ -148,7 +150,7 @@ def _split(
     for item in plan.scheduled:
         row, stop = item.request.table_row, start + item.num_samples
         mismatch = firsts[row] if is_checked and row is not None and flags[row] else None
-        finite = all(is_finite[start:stop])
-        results.append(RequestResult(tuple(tokens[start:stop]), tuple(drafts[start:stop]), finite, mismatch))
+        num_finite = sum(1 for _ in takewhile(bool, is_finite[start:stop]))
+        results.append(RequestResult(tuple(tokens[start:stop]), tuple(drafts[start:stop]), num_finite, mismatch))
         start = stop
     return tuple(results)

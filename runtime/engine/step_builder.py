@@ -57,7 +57,7 @@ def build_step(
     host = torch.tensor([order.token_ids, order.positions, order.table_rows], dtype=torch.int64)
     token_ids, positions, table_rows = host.to(device, non_blocking=True).unbind(0)
     longest = max(item.first_position + item.num_rows for item in plan.scheduled)
-    check = _checked(plan, tables, tracker, communicator)
+    check = _checked(order, tables, tracker, communicator) if tracker.is_checking else None
     table = tables.gather(table_rows, pages_for(longest), None if check is None else check.flags)
     page = table.gather(1, (positions // PAGE_TOKENS)[:, None]).squeeze(1).to(torch.int64)
     slots = page * PAGE_TOKENS + positions % PAGE_TOKENS
@@ -116,17 +116,12 @@ def _row_order(plan: StepPlan) -> _RowOrder:
 
 
 def _checked(
-    plan: StepPlan, tables: BlockTables, tracker: PageTracker, communicator: Communicator
+    order: _RowOrder, tables: BlockTables, tracker: PageTracker, communicator: Communicator
 ) -> PageTagCheck | None:
-    """Flags of all rows of the tables, the largest of all ranks; None when nobody checks or all is known to be well."""
-    if not tracker.is_checking:
-        return None
+    """Flags of all rows of the tables, the largest of all ranks; None when all is known to be well."""
+    # A request's positions rise: its last one stays.
     tables.set_reads(
-        {
-            item.request.table_row: pages_for(item.first_position + item.num_rows)
-            for item in plan.scheduled
-            if item.request.table_row is not None
-        }
+        {row: position // PAGE_TOKENS + 1 for row, position in zip(order.table_rows, order.positions, strict=True)}
     )
     check = tracker.check(tables.pages, tables.num_pages, tables.expected)
     if communicator.num_ranks == 1:

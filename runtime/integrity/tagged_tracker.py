@@ -34,10 +34,6 @@ class _Prepared:
     out: PageTagCheck
     run: Callable[[], int | PageTagCheck]
 
-    def is_of(self, block_table: Tensor, num_pages: Tensor, expected: Tensor) -> bool:
-        """Whether these are the very tensors."""
-        return block_table is self.block_table and num_pages is self.num_pages and expected is self.expected
-
 
 class TaggedTracker:
     """Tags int64 [num_pages] on the pools' device, NO_TAG for a page that was never given out.
@@ -98,7 +94,12 @@ class TaggedTracker:
         is most of the time that a check takes.
         """
         prepared = self._prepared
-        if prepared is None or not prepared.is_of(block_table, num_pages, expected):
+        if (
+            prepared is None
+            or block_table is not prepared.block_table
+            or num_pages is not prepared.num_pages
+            or expected is not prepared.expected
+        ):
             prepared = self._prepared = self._prepare(block_table, num_pages, expected)
         # A number from the CPU, the tensors themselves from a GPU.
         self._is_known_clean = prepared.run() == 0

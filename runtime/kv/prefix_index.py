@@ -141,7 +141,8 @@ class PrefixIndex:
     def evict(self, num_pages: int, step: int) -> int:
         """Gives up to `num_pages` pages back that only the index holds; returns how many. They are fenced by `step`.
 
-        Entries whose page is somebody else's by now go too, and do not count (`take_lost`).
+        Entries whose page is quarantined, or somebody else's by now (`take_lost`), go too, and do not count: that frees
+        nothing.
         """
         num_evicted = 0
         # Each page is looked at once: those in use, and those before one in use, go to the end.
@@ -153,11 +154,11 @@ class PrefixIndex:
             if node.children or (not is_lost and self._manager.num_holders(node.held.page) > 1):
                 self._nodes.move_to_end(node.digest)
                 continue
+            is_freed = self._manager.can_share(node.held)
             self._remove(node, step)
+            num_evicted += is_freed
             if is_lost:
                 self._lost.append(node)
-            else:
-                num_evicted += 1
         self.counts.num_evicted_pages += num_evicted
         return num_evicted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memopt.kernels.gemm.few_rows_matmul_cpu import few_rows_head_matmul, is_small_product
 from memopt.kernels.gemm.gemv_cpu import is_single_row, row_head_matmul
 from memopt.kernels.gemm.row_tiles import ROW_TILE, is_tiled
 
@@ -18,6 +19,8 @@ def head_matmul(x: Tensor, weights: Tensor) -> Tensor:
     if not is_tiled(x):
         if is_single_row(x, weights):
             return row_head_matmul(x, weights)
+        if is_small_product(x, weights):
+            return few_rows_head_matmul(x, weights)
         return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1).contiguous()
     product = x.new_empty(num_rows, num_heads, weights.shape[2])
     for first in range(0, num_rows, ROW_TILE):

@@ -79,8 +79,8 @@ class MlaAttention:
             raise UsageError("an MLA layer was given pools of K and V heads", remedy="make them from its own config")
         residual = x if self.query_rank is None else self.query_rank(x)
         query = self.query(residual).view(rows.num_rows, -1, self.config.nope_size + self.config.rope_size)
-        query_nope, query_rope = torch.split(query, [self.config.nope_size, self.config.rope_size], dim=2)
-        query_rope = apply_rope(query_rope, *rope, self.is_interleaved)
+        query_nope = query[:, :, : self.config.nope_size]
+        query_rope = apply_rope(query[:, :, self.config.nope_size :], *rope, self.is_interleaved)
         self._store(x, rows, kv, rope)
         if self.indexer is not None:
             selection = self.indexer(x, residual, rows, kv, rope)

@@ -1,4 +1,4 @@
-"""A single row's products, a router's choices and the order of experts on the CPU, against plain torch."""
+"""Products of one row and of a few, a router's choices and the order of experts on the CPU, against plain torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memopt.kernels.gemm.few_rows_matmul_cpu import (
+    MAX_PRODUCTS,
+    few_rows_head_matmul,
+    few_rows_matmul,
+    is_small_product,
+)
 from memopt.kernels.gemm.gemv_cpu import is_single_row, row_head_matmul, row_matmul
 from memopt.kernels.gemm.moe_rows import choose_on_cpu, ordered_choices, summed_choices
 
@@ -32,6 +38,39 @@ def test_one_row_times_each_heads_matrix(is_transposed: bool) -> None:
     assert (row_head_matmul(x, weights).double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
+@settings(max_examples=40, deadline=None)
+@given(num_rows=st.integers(1, 17), num_columns=st.integers(1, 21), size=st.integers(1, 70))
+def test_few_rows_times_a_weight(num_rows: int, num_columns: int, size: int) -> None:
+    """At every place of a block and of what is left of one, and each row alone."""
+    x, weight = halves(num_rows, size, seed=num_rows), halves(num_columns, size, seed=num_columns)
+    assert is_small_product(x, weight)
+    product = few_rows_matmul(x, weight)
+    exact = x.double() @ weight.double().T
+    assert (product.double() - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-6
+    assert torch.equal(product[-1:], few_rows_matmul(x[-1:], weight))
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_rows=st.integers(1, 9), size=st.integers(1, 40), latent=st.integers(1, 40), is_transposed=st.booleans())
+def test_few_rows_times_each_heads_matrix(num_rows: int, size: int, latent: int, is_transposed: bool) -> None:
+    # Rows of a view, as a query's first part is.
+    x = halves(num_rows, 3, size + 5, seed=1)[:, :, :size]
+    weights = halves(3, latent, size, seed=2).mT if is_transposed else halves(3, size, latent, seed=2)
+    product = few_rows_head_matmul(x, weights)
+    exact = torch.bmm(x.double().transpose(0, 1), weights.double()).transpose(0, 1)
+    assert (product.double() - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-6
+    assert torch.equal(product[-1:], few_rows_head_matmul(x[-1:], weights))
+
+
+def test_what_is_a_small_product() -> None:
+    x, weight = halves(16, 256, seed=1), halves(128, 256, seed=2)
+    assert not is_small_product(x.float(), weight.float())
+    assert not is_small_product(x[:0], weight)
+    largest = torch.empty(MAX_PRODUCTS // 16, 1, dtype=torch.bfloat16)
+    assert is_small_product(x, largest)
+    assert not is_small_product(x, torch.cat((largest, largest[:1])))
+
+
 @settings(max_examples=30, deadline=None)
 @given(groups=st.sampled_from([(1, 1), (4, 2), (4, 1)]), num_choices=st.integers(1, 4), seed=st.integers(0, 2**16))
 def test_choices_equal_torchs_top_k(groups: tuple[int, int], num_choices: int, seed: int) -> None:
@@ -53,12 +92,17 @@ def test_choices_equal_torchs_top_k(groups: tuple[int, int], num_choices: int, s
 
 
 @settings(max_examples=30, deadline=None)
-@given(ids=st.lists(st.lists(st.integers(-2, 6), min_size=3, max_size=3), min_size=1, max_size=9))
-def test_order_and_sum_of_choices(ids: list[list[int]]) -> None:
+@given(
+    ids=st.lists(st.lists(st.integers(-2, 6), min_size=3, max_size=3), min_size=1, max_size=9),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_order_and_sum_of_choices(ids: list[list[int]], dtype: torch.dtype) -> None:
     num_experts = 5
-    choices = ordered_choices(torch.tensor(ids), num_experts)
+    x = torch.arange(len(ids))[:, None].to(dtype).expand(-1, 3).contiguous()
+    choices = ordered_choices(x, torch.tensor(ids), num_experts)
     in_order = [(e, t) for e in range(num_experts) for t, row in enumerate(ids) for i in row if i == e]
-    assert choices.tokens.tolist() == [token for _, token in in_order]
+    assert choices.rows.dtype == dtype
+    assert choices.rows.tolist() == [[token] * 3 for _, token in in_order]
     assert [b - a for a, b in zip(choices.starts, choices.starts[1:], strict=False)] == [
         sum(e == found for found, _ in in_order) for e in range(num_experts)
     ]

@@ -221,6 +221,25 @@ def test_a_prefix_hit_computes_less_and_gives_the_same_tokens() -> None:
     assert generated(third) == expected_tokens(turn, 10)
 
 
+def test_the_prompt_of_a_request_that_waits_is_looked_up_only_when_pages_changed_hands() -> None:
+    core = new_core(num_pages=7, max_requests=2, prefix_namespace=b"test")
+    running = core.submit(prompt_of(130), greedy(62))
+    waiting = core.submit(prompt_of(200, 3), greedy(5))
+    for _ in range(5):
+        core.step()
+    index = core.pages.prefix_index
+    assert index is not None
+    assert running.is_decoding
+    assert waiting.state is RequestState.WAITING
+    num_lookups = index.counts.num_lookups
+    for _ in range(50):
+        core.step()
+    assert (index.counts.num_lookups, waiting.state) == (num_lookups, RequestState.WAITING)
+    run(core)
+    assert generated(running) == expected_tokens(prompt_of(130), 62)
+    assert generated(waiting) == expected_tokens(prompt_of(200, 3), 5)
+
+
 def test_an_adopted_request_does_not_overtake_those_that_wait() -> None:
     """Else hand-overs, one after another, could keep a preempted request's pages from it for ever."""
     core = new_core(num_pages=6, max_requests=4)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from page_reading_model import PageReadingModel, expected_tokens, generated, greedy, new_core, run
 from torch import Tensor
 
 from memopt.runtime.engine.engine_core import EngineCore
 from memopt.runtime.engine.request import Request, RequestState
+from memopt.runtime.kv.layer_kv import KvPools
+from memopt.runtime.model.step_rows import StepRows
 
 
 def prompt_of(length: int, first: int = 1) -> list[int]:
@@ -94,3 +97,34 @@ def test_logits_that_are_not_finite_end_their_request_alone(bad: float) -> None:
     assert core.pages.prefix_index is not None
     # The other's full page alone is kept.
     assert core.pages.prefix_index.num_pages == core.pages.manager.num_used == 1
+
+
+class GivenDrafts:
+    """A drafter that always guesses the same token."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def draft(self, hidden: Tensor, next_tokens: Tensor, rows: StepRows, pools: KvPools, sampled: Tensor) -> Tensor:
+        return torch.full_like(sampled, self._token)
+
+
+@pytest.mark.parametrize("is_draft_right", [False, True])
+def test_logits_behind_a_draft_that_are_not_finite_count_only_if_the_draft_was_right(is_draft_right: bool) -> None:
+    expected = expected_tokens(prompt_of(70), 6)
+    draft = expected[2] if is_draft_right else next(token for token in range(97) if token not in expected)
+    core = new_core(max_requests=1, num_drafts=1, drafter=GivenDrafts(draft))
+    request = core.submit(prompt_of(70), greedy(6))
+
+    class Spoiled(PageReadingModel):
+        def logits(self, hidden: Tensor) -> Tensor:
+            logits = super().logits(hidden)
+            if request.num_generated == 2:
+                logits[1, 5] = math.nan
+            return logits
+
+    core._runner._model = Spoiled()
+    run(core)
+    assert request.finish_reason == ("nonfinite" if is_draft_right else "length")
+    assert generated(request) == expected[: 3 if is_draft_right else 6]
+    assert core.pages.manager.num_used == 0

@@ -198,6 +198,18 @@ def test_a_quarantined_page_leaves_by_forget() -> None:
     assert manager.num_quarantined == 1
 
 
+def test_giving_up_a_quarantined_page_frees_nothing_and_does_not_count() -> None:
+    manager = _manager()
+    index = PrefixIndex(NAMESPACE, manager)
+    (bad,) = _insert(index, manager, _prompt(1))
+    _insert(index, manager, _prompt(2))
+    manager.quarantine(bad.page)
+    num_free = manager.num_free
+    assert index.evict(1, step=0) == 1
+    assert (manager.num_free, index.num_pages, index.counts.num_evicted_pages) == (num_free + 1, 0, 1)
+    manager.check()
+
+
 @pytest.mark.parametrize("fault", ["quarantined", "freed", "somebody else's"])
 def test_a_page_that_is_not_sound_does_not_enter(fault: str) -> None:
     """Nor what follows it; its request goes on."""
