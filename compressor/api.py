@@ -108,6 +108,9 @@ def compress(
         raise UsageError(f"the {'source' if not str(source) else 'output'} has no name", remedy="name a folder")
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers do nothing", remedy="use 1 or more")
+    workers = default_workers() if workers is None else workers
+    if calibration is not None and not isinstance(calibration, CalibrationOptions):
+        raise UsageError(f"calibration is a {type(calibration).__name__}", remedy="give CalibrationOptions(data)")
     ranks = ranks_from_environment()
     backend = choose_backend(device, ranks.local_rank if ranks.num_ranks > 1 else None)
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -123,12 +126,12 @@ def compress(
         from memopt.compressor.calibrate.calibrate_model import require_calibratable
 
         # While the output folder is still as it was.
-        require_calibratable(built, calibration)
+        require_calibratable(built, calibration, num_workers=workers, num_ranks=ranks.num_ranks)
     result = run_plan(
         built,
         Path(out),
         backend=backend,
-        workers=default_workers() if workers is None else workers,
+        workers=workers,
         progress=progress,
         before_finish=opened.require_unchanged,
         calibration=calibration,

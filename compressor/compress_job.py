@@ -12,7 +12,6 @@ from memopt.compressor.calibration_budget import require_fallback_budget
 from memopt.compressor.calibration_options import CalibrationOptions
 from memopt.compressor.calibration_store import CALIBRATION_FOLDER, CalibrationStore
 from memopt.compressor.checkpoint.reader import SourceReader
-from memopt.compressor.families.text_config import parse_text_config
 from memopt.compressor.fingerprint import plan_fingerprint, run_fingerprint
 from memopt.compressor.job import Advance, Job, SourcePart, TensorReader, file_sizes
 from memopt.compressor.ledger import ErrorSummary, TensorResult, ledger_line, ledger_row
@@ -27,10 +26,6 @@ from memopt.compressor.run_ranks import RunRanks
 from memopt.compressor.tensor_work import TensorWorker
 from memopt.compressor.units import Unit
 from memopt.errors import UsageError
-
-# A layer's rows in, its rows after attention and its rows out, float32.
-ROW_FILES = 3
-ROW_ITEM_BYTES = 4
 
 
 class CompressJob(Job):
@@ -98,15 +93,12 @@ class CompressJob(Job):
         require_fallback_budget(self._plan.tensors, self._store.all_figures())
 
     def scratch_size_bytes(self, state: Path) -> int:
-        """Solved codes and scales, which stay until the weights are written, and the samples' rows of three layers."""
-        identity = self._plan.options.calibration
-        if identity is None:
+        """What the calibration's folder will hold at its fullest, less what is in it already."""
+        if self._calibration is None:
             return 0
-        solved = [tensor for tensor in self._plan.tensors if tensor.int4 is not None and tensor.int4.is_calibrated]
-        codes = sum(output.size_bytes for tensor in solved for output in tensor.outputs)
-        hidden_size = parse_text_config(self._plan.source.config).hidden_size
-        rows = identity.num_samples * identity.sample_tokens * hidden_size
-        return max(0, codes + ROW_FILES * ROW_ITEM_BYTES * rows - _folder_size_bytes(state / CALIBRATION_FOLDER))
+        from memopt.compressor.calibrate.scratch_size import calibration_scratch_bytes
+
+        return max(0, calibration_scratch_bytes(self._plan) - _folder_size_bytes(state / CALIBRATION_FOLDER))
 
     def worker(self, reader: TensorReader, unit: Unit, advance: Advance) -> TensorWorker:
         return TensorWorker(reader, self._backend, advance, self._store)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from memopt.compressor.calibrate.calibration_run import CalibrationRun
+from memopt.compressor.calibrate.calibration_run import CalibrationRun, run_sizes
 from memopt.compressor.calibrate.expert_memory import require_calibration_memory
 from memopt.compressor.calibrate.layer_sequence import OnLayer, layer_sequence, run_layers
 from memopt.compressor.calibrate.layer_targets import layer_targets
@@ -63,6 +63,9 @@ def calibrate_model(
         stack.enter_context(ieee_float32_matmul())
         stack.enter_context(one_cpu_thread() if device == "cpu" else nullcontext())
         ranks = communicator or SingleRank()
+        if ranks.rank == 0:
+            # Others write only after they have agreed with this rank.
+            store.remove_leftovers()
         num_threads = num_workers if device == "cpu" else 1
         most_threads, memory_bytes = _agreed(ranks, num_threads, options.memory_bytes)
         run = CalibrationRun(
@@ -78,19 +81,30 @@ def calibrate_model(
             plan.recipe.kv_cache if brings_kv_scales(plan.recipe) else None,
         )
         targets = layer_targets(plan.tensors, model.config.name_prefix)
-        require_calibration_memory(run, targets.values())
+        require_calibration_memory(run.sizes, targets.values())
         run_layers(run, targets, on_layer)
     store.open()
 
 
-def require_calibratable(plan: Plan, options: CalibrationOptions) -> None:
-    """Raise what `calibrate_model` would raise for the data or the recipe, before anything is written."""
-    if plan.source.folder is not None:
-        config = parse_model_config(plan.source.config.raw)
-        targets = layer_targets(plan.tensors, config.name_prefix)
-        layer_sequence(config, targets, measures_kv=brings_kv_scales(plan.recipe))
-        with StoredModel(plan.source.folder) as model:
-            _windows(model, plan, plan.source.folder, options)
+def require_calibratable(plan: Plan, options: CalibrationOptions, *, num_workers: int = 1, num_ranks: int = 1) -> None:
+    """Raise what `calibrate_model` would raise for the data, the recipe or the budget, before anything is written.
+
+    On a CPU the budget of several ranks is not looked at: how many threads the others have is not known yet.
+    """
+    folder = plan.source.folder
+    if folder is None:
+        return
+    config = parse_model_config(plan.source.config.raw)
+    targets = layer_targets(plan.tensors, config.name_prefix)
+    layer_sequence(config, targets, measures_kv=brings_kv_scales(plan.recipe))
+    with StoredModel(folder) as model:
+        windows = _windows(model, plan, folder, options)
+    is_cpu = options.chosen_device == "cpu"
+    if is_cpu and num_ranks > 1:
+        return
+    num_threads = num_workers if is_cpu else 1
+    together = batches(windows, _batch_tokens(options, num_threads * num_ranks))
+    require_calibration_memory(run_sizes(config, options, together, num_threads), targets.values())
 
 
 def _agreed(ranks: Communicator, num_threads: int, memory_bytes: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memopt.compressor.calibrate.expert_rounding import RoundingOptions
 from memopt.compressor.calibrate.row_file import RowFile
+from memopt.compressor.calibrate.run_sizes import RESULTS_AHEAD, RunSizes
 from memopt.compressor.calibration_options import MIN_COVERAGE_SHARE, CalibrationOptions
 from memopt.compressor.calibration_store import CalibrationStore
 from memopt.compressor.evaluate.stored_model import StoredModel
@@ -19,9 +20,6 @@ from memopt.compressor.kv_cache_choice import KvCacheChoice
 from memopt.runtime.model.model_config import ModelConfig
 from memopt.runtime.parallel.communicator import Communicator
 from memopt.runtime.weights.load_options import LoadOptions
-
-# Results of forward passes that wait to be summed, for each thread.
-RESULTS_AHEAD = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,11 @@ class CalibrationRun:
         return sum(batch.num_rows for batch in self.batches)
 
     @property
+    def sizes(self) -> RunSizes:
+        """What its memory follows from, the same on all ranks."""
+        return run_sizes(self.config, self.options, self.batches, self.most_workers)
+
+    @property
     def rank(self) -> int:
         """This process's, from 0."""
         return self.communicator.rank
@@ -73,10 +76,18 @@ class CalibrationRun:
         """For experts with tokens enough of their own."""
         return RoundingOptions(min_tokens=max(1, int(self.options.coverage_tokens * MIN_COVERAGE_SHARE)))
 
-    def rows(self, name: str, num_columns: int | None = None, dtype: torch.dtype | None = None) -> RowFile:
+    def rows(
+        self,
+        name: str,
+        num_columns: int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        is_hashed: bool = False,
+    ) -> RowFile:
         """The store's file `name` with a row for every token; a hidden state unless told otherwise."""
         columns = self.config.hidden_size if num_columns is None else num_columns
-        return RowFile(self.store.folder / name, self.num_rows, columns, dtype or self.load.dtype)
+        path = self.store.folder / name
+        return RowFile(path, self.num_rows, columns, dtype or self.load.dtype, is_hashed=is_hashed)
 
     def barrier(self) -> None:
         """Wait for all ranks; PeerError when one has ended."""
@@ -86,6 +97,21 @@ class CalibrationRun:
         """All rows of `file`, batch after batch."""
         for batch in self.batches:
             yield file.read(batch.first_row, batch.num_rows)
+
+
+def run_sizes(
+    config: ModelConfig, options: CalibrationOptions, batches: Sequence[WindowBatch], num_workers: int
+) -> RunSizes:
+    """Of a run of `batches`, all samples', on `num_workers` threads of the rank that has most of them."""
+    num_rows = sum(batch.num_rows for batch in batches)
+    return RunSizes(
+        num_rows,
+        max(batch.num_rows for batch in batches),
+        num_workers,
+        config.moe.experts_per_token,
+        min(options.coverage_tokens, num_rows),
+        options.memory_bytes,
+    )
 
 
 def share(count: int, rank: int, num_ranks: int) -> slice:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt.compressor.calibrate.calibration_run import CalibrationRun
 from memopt.compressor.calibrate.forced_routing import CANDIDATES_A_ROW
 from memopt.compressor.calibrate.layer_targets import DenseTarget, ExpertTarget, LayerTargets
 from memopt.compressor.calibrate.module_memory import ModuleMemory
+from memopt.compressor.calibrate.run_sizes import RESULTS_AHEAD, RunSizes
 from memopt.compressor.recipe import Int4Format
 from memopt.compressor.tensor_plan import TensorPlan
 from memopt.errors import UsageError
@@ -105,47 +105,43 @@ class ExpertMemory:
         return self.gate_up.waiting_bytes + rows + self.gate_up.add_bytes(self.batch_tokens)
 
 
-def expert_memory(run: CalibrationRun, target: ExpertTarget) -> ExpertMemory:
-    """Of the experts of `target` in `run`."""
+def expert_memory(sizes: RunSizes, target: ExpertTarget) -> ExpertMemory:
+    """Of the experts of `target` in a run of these `sizes`."""
     return ExpertMemory(
-        _module(run, target.gate_up[0], target.gate_up_form),
-        _module(run, target.down[:1], target.down_form),
+        _module(sizes, target.gate_up[0], target.gate_up_form),
+        _module(sizes, target.down[:1], target.down_form),
         len(target.down),
-        run.config.moe.experts_per_token,
-        _batch_tokens(run),
-        min(run.options.coverage_tokens, run.num_rows),
-        run.most_workers,
+        sizes.experts_per_token,
+        sizes.batch_tokens,
+        sizes.forced_tokens,
+        sizes.num_workers,
         # One more is in the hands of the consumer.
-        run.ahead - run.num_workers + 1,
+        RESULTS_AHEAD + 1,
     )
 
 
-def require_calibration_memory(run: CalibrationRun, targets: Iterable[LayerTargets]) -> None:
-    """UsageError unless every wave of one expert and every dense module fits `run.options.memory_bytes`."""
+def require_calibration_memory(sizes: RunSizes, targets: Iterable[LayerTargets]) -> None:
+    """UsageError unless every wave of one expert and every dense module fits `sizes.memory_bytes`."""
     for layer in targets:
         for target in layer.dense:
-            _require_dense(run, target)
+            _require_dense(sizes, target)
         if layer.experts is not None:
-            expert_memory(run, layer.experts).experts_at_once(run.options.memory_bytes)
+            expert_memory(sizes, layer.experts).experts_at_once(sizes.memory_bytes)
 
 
-def _require_dense(run: CalibrationRun, target: DenseTarget) -> None:
+def _require_dense(sizes: RunSizes, target: DenseTarget) -> None:
     if not target.form.is_calibrated:
         return
-    needed = _module(run, target.weights, target.form).alone_bytes(_batch_tokens(run))
-    if needed > run.options.memory_bytes:
-        raise _too_small(target.weights[0].source.spec.name, needed, run.options.memory_bytes)
+    needed = _module(sizes, target.weights, target.form).alone_bytes(sizes.batch_tokens)
+    if needed > sizes.memory_bytes:
+        raise _too_small(target.weights[0].source.spec.name, needed, sizes.memory_bytes)
 
 
-def _batch_tokens(run: CalibrationRun) -> int:
-    return max(batch.num_rows for batch in run.batches)
-
-
-def _module(run: CalibrationRun, weights: Sequence[TensorPlan], form: Int4Format) -> ModuleMemory:
+def _module(sizes: RunSizes, weights: Sequence[TensorPlan], form: Int4Format) -> ModuleMemory:
     """Of weights whose rows lie below each other."""
     shapes = [plan.source.spec.shape for plan in weights]
     # Each of the samples' tokens, and those that it gets for coverage, which are other ones.
-    return ModuleMemory(sum(shape[0] for shape in shapes), shapes[0][1], form, run.num_rows)
+    return ModuleMemory(sum(shape[0] for shape in shapes), shapes[0][1], form, sizes.num_rows)
 
 
 def _too_small(what: str, needed_bytes: int, budget_bytes: int, condition: str = "") -> UsageError:

@@ -109,7 +109,8 @@ class ExpertCalibration:
     def _waves(self, rank: int) -> Iterator[range]:
         num_experts = len(self._mlps)
         own = share(num_experts, rank, self._run.communicator.num_ranks)
-        step = expert_memory(self._run, self._target).experts_at_once(self._run.options.memory_bytes)
+        sizes = self._run.sizes
+        step = expert_memory(sizes, self._target).experts_at_once(sizes.memory_bytes)
         for first in range(own.start, own.stop, step):
             yield range(first, min(first + step, own.stop))
 
@@ -191,6 +192,8 @@ class ExpertCalibration:
                 if expert not in collectors:
                     collectors[expert] = self._collector(rows.shape[1], form)
             list(run.pool.map(add, found.rows, found.rows.values()))
+        # Those of gate and up's pass are the same, and would lie beside these.
+        self._forced = {}
         self._forced = self._choose_forced(wave, counts)
         list(run.pool.map(add_forced, self._forced))
         return [collectors[expert].finish() for expert in wave]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -17,9 +16,11 @@ from memopt.compressor.calibrate.calibration_run import CalibrationRun
 from memopt.compressor.calibrate.kv_scales import layer_kv_scales
 from memopt.compressor.calibrate.layer_targets import LayerTargets
 from memopt.compressor.calibrate.mtp_rows import mtp_windows, write_mtp_rows
+from memopt.compressor.calibrate.row_digests import gather_row_ranges, require_same_rows, require_whole
 from memopt.compressor.calibrate.row_file import RowFile
-from memopt.compressor.calibration_store import KV_SCALES_KEY, remove_quietly
+from memopt.compressor.calibration_store import remove_quietly
 from memopt.compressor.evaluate.window_rows import batches
+from memopt.compressor.layer_record import LayerRecord, RowRange
 from memopt.errors import ContentError, UnsupportedError
 from memopt.runtime.model.decoder_layer import DecoderLayer
 from memopt.runtime.model.model_config import ModelConfig
@@ -27,7 +28,6 @@ from memopt.runtime.weights.layer_builder import build_embedding
 
 # Called with the number of finished layers, and how many there are to do.
 OnLayer = Callable[[int, int], None]
-_COLUMNS_KEY = "selection_columns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +48,26 @@ def run_layers(run: CalibrationRun, targets: dict[int, LayerTargets], on_layer: 
     `layer_sequence`.
     """
     sequence = layer_sequence(run.config, targets, measures_kv=run.kv_cache is not None)
-    columns, first = 0, 0
-    while first < sequence.num_decoder and (extra := run.store.record(first)) is not None:
-        columns = int(extra[_COLUMNS_KEY])
+    last: LayerRecord | None = None
+    first = 0
+    while first < sequence.num_layers and (record := run.store.record(first)) is not None:
+        last = record
         first += 1
-    if first == 0:
+    if first == sequence.num_layers:
+        return
+    if last is None:
         _embed(run)
+    else:
+        _require_same_rows(run, last)
+    columns = 0 if last is None else last.selection_columns
     for number in range(first, sequence.num_decoder):
-        _require_rows(run, number)
+        _require_whole_rows(run, number)
         is_last = number + 1 == sequence.num_decoder
         layer = run.model.layer(number, run.load)
         columns = _run_layer(run, number, layer, targets, columns, has_next=not is_last or sequence.has_mtp)
         del layer
         on_layer(number + 1, sequence.num_layers)
-    if sequence.has_mtp and run.store.record(sequence.num_decoder) is None:
+    if sequence.has_mtp:
         _run_mtp(run, sequence.num_decoder, targets)
         on_layer(sequence.num_layers, sequence.num_layers)
 
@@ -98,17 +104,21 @@ def _run_layer(
     A ContentError that names no tensor gets the layer's name.
     """
     found = targets.get(number) or LayerTargets(number, (), None)
-    names = [f"{prefix}{name}-{number:05d}" for name in ("hidden", "attended", "selection")]
+    names = [prefix + _hidden(number), f"{prefix}attended-{number:05d}", _selection(number)]
+    # Of the next layer's rows, the digests of this rank's.
+    digests: dict[str, dict[int, bytes]] = {}
 
     def next_selection(num_columns: int) -> RowFile:
-        return run.rows(f"selection-{number + 1:05d}", num_columns, torch.int32)
+        rows = run.rows(_selection(number + 1), num_columns, torch.int32, is_hashed=True)
+        digests[rows.path.name] = rows.digests
+        return rows
 
     with ExitStack() as stack:
         selection = stack.enter_context(run.rows(names[2], columns, torch.int32)) if columns else None
         rows = LayerRows(
             stack.enter_context(run.rows(names[0])),
             stack.enter_context(run.rows(names[1])),
-            stack.enter_context(run.rows(_hidden(number + 1))) if has_next else None,
+            stack.enter_context(run.rows(_hidden(number + 1), is_hashed=True)) if has_next else None,
             selection,
             next_selection if has_next and not run.config.has_indexer(number + 1) else None,
         )
@@ -118,11 +128,21 @@ def _run_layer(
             # Inputs that overflow, say: they follow from many tensors.
             problem.tensor = problem.tensor or f"{run.config.name_prefix}model.layers.{number}"
             raise
+    if rows.out is not None:
+        digests[rows.out.path.name] = rows.out.digests
+    left = [_hidden(number + 1)] * has_next + [_selection(number + 1)] * (done.selection_columns > 0)
+    ranges = {name: gather_row_ranges(run, digests.get(name, {})) for name in left}
     scales = {} if run.kv_cache is None else layer_kv_scales(run, number, done.ranges)
     run.barrier()
     if run.rank == 0:
-        extra: dict[str, Any] = {_COLUMNS_KEY: done.selection_columns, KV_SCALES_KEY: scales}
-        run.store.finish_layer(number, done.labels, extra, run.model.read_sha256)
+        run.store.finish_layer(
+            number,
+            done.labels,
+            run.model.read_sha256,
+            rows=ranges,
+            selection_columns=done.selection_columns,
+            kv_scales=scales,
+        )
         for name in names:
             remove_quietly(run.store.folder / name)
     run.barrier()
@@ -131,7 +151,7 @@ def _run_layer(
 
 def _run_mtp(run: CalibrationRun, number: int, targets: dict[int, LayerTargets]) -> None:
     """The MTP layer, whose rows are those of all tokens but the last of each sample."""
-    _require_rows(run, number)
+    _require_whole_rows(run, number)
     windows = mtp_windows(run)
     most = max(batch.num_rows for batch in run.batches)
     mtp = replace(run, batches=batches(windows, most))
@@ -148,6 +168,10 @@ def _hidden(number: int) -> str:
     return f"hidden-{number:05d}"
 
 
+def _selection(number: int) -> str:
+    return f"selection-{number:05d}"
+
+
 def _embed(run: CalibrationRun) -> None:
     """The rows that the first layer starts from."""
     top = run.model.top_level()
@@ -160,12 +184,21 @@ def _embed(run: CalibrationRun) -> None:
     run.barrier()
 
 
-def _require_rows(run: CalibrationRun, number: int) -> None:
+def _require_same_rows(run: CalibrationRun, last: LayerRecord) -> None:
+    """ContentError unless the rows that finished layer `last` left are there, byte for byte."""
+    number = last.layer + 1
+    with run.rows(_hidden(number)) as hidden:
+        require_same_rows(run, hidden, _ranges(last, hidden))
+    if last.selection_columns:
+        with run.rows(_selection(number), last.selection_columns, torch.int32) as selection:
+            require_same_rows(run, selection, _ranges(last, selection))
+
+
+def _ranges(last: LayerRecord, rows: RowFile) -> tuple[RowRange, ...]:
+    return last.rows.get(rows.path.name, ())
+
+
+def _require_whole_rows(run: CalibrationRun, number: int) -> None:
     """ContentError unless the rows that layer `number` starts from are there."""
     with run.rows(_hidden(number)) as rows:
-        if rows.path.stat().st_size != rows.size_bytes:
-            raise ContentError(
-                "is not what the finished layers left",
-                file=rows.path.name,
-                remedy=f"remove {run.store.folder.parent.parent} to calibrate anew",
-            )
+        require_whole(run, rows)

@@ -30,6 +30,7 @@ _STAGES: tuple[dict[str, tuple[str, ...]], ...] = (
     {"mlp.down_proj": ("mlp", "down"), "mlp.shared_experts.down_proj": ("mlp", "shared", "down")},
 )
 NUM_ATTENTION_STAGES = 3
+NUM_GATE_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def layer_targets(tensors: Iterable[TensorPlan], name_prefix: str) -> dict[int, 
     """By number of layer, of the tensors of a plan whose names start with `name_prefix` + "model.layers.".
 
     RecipeError for a calibrated weight that calibration does not reach (kv_b_proj, the indexer, heads), and for rows of
-    one product (gate and up), or one layer's experts, in different formats.
+    one product (gate and up), or one layer's experts, in different formats, or half of them INT4.
     """
     by_layer: dict[int, list[TensorPlan]] = {}
     for plan in tensors:
@@ -108,10 +109,11 @@ def _targets_of(layer: int, plans: Sequence[TensorPlan], name_prefix: str) -> La
             _require_plain(plan)
         else:
             places.setdefault((stage, _STAGES[stage][module]), []).append(plan)
+    for (_, place), found in places.items():
+        _require_all_rows(place, found)
     dense = tuple(
         DenseTarget(stage, place, tuple(_in_order(found)), _one_form(found))
         for (stage, place), found in sorted(places.items())
-        if _are_all_rows(place, found)
     )
     return LayerTargets(layer, dense, _expert_target(experts) if experts else None)
 
@@ -140,13 +142,14 @@ def _in_order(plans: Sequence[TensorPlan]) -> list[TensorPlan]:
     return sorted(plans, key=lambda plan: plan.source.spec.name)
 
 
-def _are_all_rows(place: tuple[str, ...], plans: Sequence[TensorPlan]) -> bool:
-    """Whether the whole product is INT4. Half of a gate and up that needs no data is left as the source has it."""
-    if place[-1] != "gate_up" or len(plans) == 2:
-        return True
-    for plan in plans:
-        _require_plain(plan)
-    return False
+def _require_all_rows(place: tuple[str, ...], plans: Sequence[TensorPlan]) -> None:
+    """RecipeError for a gate without its up: they run, and are rounded, as one product."""
+    if place[-1] == "gate_up" and len(plans) != NUM_GATE_UP:
+        raise RecipeError(
+            "would be INT4, but the other of gate and up would not",
+            tensor=plans[0].source.spec.name,
+            remedy="give gate and up one format",
+        )
 
 
 def _one_form(plans: Sequence[TensorPlan]) -> Int4Format:

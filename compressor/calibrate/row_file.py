@@ -5,6 +5,7 @@ No memory map: mapped pages count as resident, and the budget of host memory wou
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +19,17 @@ from memopt.errors import TruncatedError
 
 
 class RowFile:
-    """`num_rows` rows of `num_columns` elements at `path`, which is made by the first write."""
+    """`num_rows` rows of `num_columns` elements at `path`, which is made by the first write.
 
-    def __init__(self, path: Path, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+    With `is_hashed`, `digests` has the SHA-256 of what every write put there, by its first row.
+    """
+
+    def __init__(
+        self, path: Path, num_rows: int, num_columns: int, dtype: torch.dtype, *, is_hashed: bool = False
+    ) -> None:
         self.path = path
+        self.is_hashed = is_hashed
+        self.digests: dict[int, bytes] = {}
         self.num_rows = num_rows
         self.num_columns = num_columns
         self.dtype = dtype
@@ -36,7 +44,7 @@ class RowFile:
     def read(self, first: int, count: int) -> Tensor:
         """Rows [count, num_columns] from `first` on. TruncatedError for rows that were not written, MemoptIOError."""
         rows = torch.empty(count, self.num_columns, dtype=self.dtype)
-        view = rows.view(torch.uint8).numpy().data.cast("B")
+        view = _bytes_of(rows)
         position = first * self._row_bytes
         while view:
             try:
@@ -53,10 +61,16 @@ class RowFile:
         parts = [self.read(int(number), 1) for number in numbers]
         return torch.cat(parts) if parts else torch.empty(0, self.num_columns, dtype=self.dtype)
 
+    def read_sha256(self, first: int, count: int) -> bytes:
+        """SHA-256 of the bytes of `count` rows from `first` on. Raises as `read`."""
+        return hashlib.sha256(_bytes_of(self.read(first, count))).digest()
+
     def write(self, first: int, rows: Tensor) -> None:
         """Put `rows` at row `first`. DiskFullError, MemoptIOError."""
         values = rows.to("cpu", self.dtype).contiguous()
-        view = values.view(torch.uint8).numpy().data.cast("B")
+        view = _bytes_of(values)
+        if self.is_hashed:
+            self.digests[first] = hashlib.sha256(view).digest()
         position = first * self._row_bytes
         try:
             while view:
@@ -85,3 +99,8 @@ class RowFile:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _bytes_of(rows: Tensor) -> memoryview:
+    """The memory of contiguous `rows` on the CPU."""
+    return rows.view(torch.uint8).numpy().data.cast("B")

@@ -56,9 +56,9 @@ class TokenData:
 def read_token_data(path: Path, vocab_size: int, encode: Encode | None) -> TokenData:
     """Read `path`, which ends in .jsonl or .safetensors.
 
-    `encode`: text to ids, without special tokens; None where the model has no tokenizer that memopt reads. Raises
-    DataFileError naming the line or tensor for data that is empty, wrongly encoded, too short or outside the
-    vocabulary; MissingFileError and MemoptIOError as `open_regular`.
+    `encode`: text to ids; None where the model has no tokenizer that memopt reads. Raises DataFileError naming the line
+    or tensor for data that is empty, wrongly encoded, too short or outside the vocabulary; MissingFileError and
+    MemoptIOError as `open_regular`.
     """
     size_limit = data_size_limit(path)
     if path.suffix == TEXT_SUFFIX:

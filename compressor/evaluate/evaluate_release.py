@@ -125,7 +125,10 @@ def _opened(stack: ExitStack, base: Path, release: Path, data: Path, options: Ev
 
 
 def text_encoder(folder: Path) -> Encode:
-    """Text to ids, without special tokens, by the tokenizer of a checkpoint; raises as `load_tokenizer`."""
+    """Text to ids as the runtime encodes a plain prompt: with what the tokenizer itself puts around it, often nothing.
+
+    Raises as `load_tokenizer`.
+    """
     from memopt.runtime.text.tokenizer import MAX_TOKENIZER_BYTES, load_tokenizer
 
     def read_file(name: str) -> bytes:

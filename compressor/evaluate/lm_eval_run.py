@@ -73,7 +73,7 @@ def check_tasks(endpoint: Endpoint, tasks: Sequence[str], *, is_installed: bool 
     if not (_is_installed() if is_installed is None else is_installed):
         raise UnsupportedError(
             "lm-eval, or transformers, whose tokenizers it takes, is not installed",
-            remedy="pip install 'memopt[tasks]'",
+            remedy="pip install '.[tasks]' in a checkout of memopt",
         )
 
 

@@ -118,19 +118,32 @@ def _score(task: str, table: Mapping[str, Any]) -> _Score:
     )
 
 
-def _num_samples(task: str, table: Mapping[str, Any], above: tuple[str, ...] = ()) -> int:
+def _num_samples(task: str, table: Mapping[str, Any]) -> int:
     """Documents that lm-eval really ran ("effective"), of a group those of its tasks; DataFileError without any.
 
-    `above`: the groups that it is part of.
+    A task that several of a group's groups name counts once.
     """
     counts, groups = table.get("n-samples"), table.get("group_subtasks")
-    entry = counts.get(task) if isinstance(counts, dict) else None
-    parts = groups.get(task) if isinstance(groups, dict) else None
-    if entry is None and isinstance(parts, list) and parts and task not in above:
-        return sum(_num_samples(str(part), table, (*above, task)) for part in parts)
-    effective = entry.get("effective") if isinstance(entry, dict) else None
-    if type(effective) is not int or effective < 1:
-        raise DataFileError(
-            f"task {task}: n-samples names no document that was run", remedy="give the results_*.json of a whole run"
-        )
-    return effective
+    total, names, seen = 0, [task], {task}
+    while names:
+        name = names.pop()
+        entry = counts.get(name) if isinstance(counts, dict) else None
+        parts = groups.get(name) if isinstance(groups, dict) else None
+        if entry is None and isinstance(parts, list) and parts:
+            more = {str(part) for part in parts} - seen
+            names += sorted(more)
+            seen |= more
+            continue
+        effective = entry.get("effective") if isinstance(entry, dict) else None
+        if type(effective) is not int or effective < 1:
+            raise _no_documents(name)
+        total += effective
+    if not total:
+        raise _no_documents(task)
+    return total
+
+
+def _no_documents(task: str) -> DataFileError:
+    return DataFileError(
+        f"task {task}: n-samples names no document that was run", remedy="give the results_*.json of a whole run"
+    )

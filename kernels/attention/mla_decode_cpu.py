@@ -105,7 +105,7 @@ def _attend(
 ) -> AttentionOutput:
     if out is None:
         output, array = new_rows(tuple(query_latent.shape), query_latent.dtype)
-        result = AttentionOutput(output, torch.empty(query_latent.shape[:2]))
+        result = AttentionOutput(output, torch.empty(query_latent.shape[:2], dtype=torch.float32))
     else:
         result, array = out, row_array(out.output)
     bad = _attend_entry()(

@@ -113,6 +113,9 @@ def evaluate_command(
         if not as_json:
             _print(quality, checks)
         evaluated.require(quality)
+        if not as_json and not no_write:
+            click.echo(f"written     quality.json and report.html in {release}")
+            click.echo(f"next        memopt sign {release} --key release.pem")
         if as_json:
             print_verdict("evaluate", _fields(quality, checks))
 

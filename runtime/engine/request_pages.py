@@ -11,7 +11,6 @@ to them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -35,16 +34,6 @@ from memopt.runtime.kv.page_manager import PageManager
 from memopt.runtime.kv.prefix_index import PrefixIndex
 
 
-@dataclass(frozen=True, slots=True)
-class _FailedStart:
-    """What a start that found no room was asked, and `PageManager.num_changes` then: asked so again, it fails again."""
-
-    request_id: int
-    num_spare: int
-    can_reuse: bool
-    num_changes: int
-
-
 class RequestPages:
     """All pages of one engine. `tables`, `manager`, `tracker` and `prefix_index` (None when off) may be looked at."""
 
@@ -59,7 +48,6 @@ class RequestPages:
         self._num_lookups = self._num_looked_up_tokens = self._num_hit_tokens = 0
         self._launched_step = 0
         self._holders: dict[int, Request] = {}
-        self._failed_start: _FailedStart | None = None
 
     @property
     def num_usable(self) -> int:
@@ -78,11 +66,8 @@ class RequestPages:
     def start(self, request: Request, num_spare: int, *, can_reuse: bool = True) -> bool:
         """Pages for all known tokens, the first ones from the prefix index; False, and nothing changed, without room.
 
-        `num_spare`: free pages that must be left. `request.num_computed` is then the number of reused tokens. A request
-        that waits is looked at again only when pages changed hands: else its prompt would be hashed in every step.
+        `num_spare`: free pages that must be left. `request.num_computed` is then the number of reused tokens.
         """
-        if self._failed_start == _FailedStart(request.request_id, num_spare, can_reuse, self.manager.num_changes):
-            return False
         reused = []
         if self.prefix_index is not None and can_reuse:
             prompt = request.tokens[: request.num_prompt_tokens]
@@ -92,8 +77,6 @@ class RequestPages:
         new_pages = self.manager.allocate(num_needed) if self._make_free(num_needed + num_spare) else None
         if new_pages is None:
             self.manager.release(reused, self._launched_step)
-            changes = self.manager.num_changes
-            self._failed_start = _FailedStart(request.request_id, num_spare, can_reuse, changes)
             return False
         request.pages = [*reused, *new_pages]
         request.table_row = self.tables.add_row()

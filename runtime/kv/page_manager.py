@@ -43,7 +43,6 @@ class PageManager:
         self._tags = [NO_TAG] * num_pages
         self._num_quarantined = 0
         self._peak_used = 0
-        self._num_changes = 0
 
     @property
     def num_pages(self) -> int:
@@ -74,11 +73,6 @@ class PageManager:
     def peak_used(self) -> int:
         """The largest `num_used` so far."""
         return self._peak_used
-
-    @property
-    def num_changes(self) -> int:
-        """Grows with every change of holders or free pages: while it is the same, what failed would fail again."""
-        return self._num_changes
 
     def num_holders(self, page: int) -> int:
         """How many hold the page: requests, and the prefix index."""
@@ -119,7 +113,6 @@ class PageManager:
                     remedy="somebody freed it twice; the engine must stop",
                 )
         tags = self._tracker.on_allocate(pages)
-        self._num_changes += 1
         del self._free[len(self._free) - count :]
         for page, tag in zip(pages, tags, strict=True):
             self._states[page] = PageState.HELD
@@ -134,7 +127,6 @@ class PageManager:
         if self._states[held.page] is PageState.QUARANTINED:
             raise PageError(f"page {held.page} is quarantined and cannot be shared", remedy="take it out of the index")
         self._num_holders[held.page] += 1
-        self._num_changes += 1
 
     def release(self, pages: Iterable[HeldPage], step: int) -> None:
         """One holder less of each; a page that nobody holds is free once `retire` was told that `step` has finished.
@@ -166,7 +158,6 @@ class PageManager:
             _, page = self._fenced.popleft()
             self._states[page] = PageState.FREE
             self._free.append(page)
-            self._num_changes += 1
 
     def quarantine(self, page: int) -> bool:
         """The page is never given out again. False for what never is: the dummy page, a number outside the pool.
@@ -237,7 +228,6 @@ class PageManager:
 
     def _drop(self, page: int, step: int) -> None:
         self._num_holders[page] -= 1
-        self._num_changes += 1
         if self._num_holders[page] or self._states[page] is PageState.QUARANTINED:
             return
         if step <= self._finished_step:

@@ -144,16 +144,17 @@ class PrefixIndex:
         Entries whose page is quarantined, or somebody else's by now (`take_lost`), go too, and do not count: that frees
         nothing.
         """
-        num_evicted = 0
-        # Each page is looked at once: those in use, and those before one in use, go to the end.
-        for _ in range(len(self._nodes)):
-            if num_evicted == num_pages:
-                break
+        num_evicted = num_passed_over = 0
+        # Those in use, and those before one in use, go to the end, until there are no others. One round would not do: a
+        # call that ended early may have left a page before its followers.
+        while num_evicted < num_pages and num_passed_over < len(self._nodes):
             node = next(iter(self._nodes.values()))
             is_lost = not self._manager.is_held(node.held)
             if node.children or (not is_lost and self._manager.num_holders(node.held.page) > 1):
                 self._nodes.move_to_end(node.digest)
+                num_passed_over += 1
                 continue
+            num_passed_over = 0
             is_freed = self._manager.can_share(node.held)
             self._remove(node, step)
             num_evicted += is_freed

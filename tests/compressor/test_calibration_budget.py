@@ -13,7 +13,7 @@ from memopt.compressor.calibration_budget import require_fallback_budget
 from memopt.compressor.calibration_figures import CalibrationFigures
 from memopt.compressor.fallback_reason import FallbackReason
 from memopt.compressor.tensor_plan import TensorPlan
-from memopt.errors import QualityGateError
+from memopt.errors import ContentError, QualityGateError
 
 # Routed experts of one MoE layer, three weights each; 0.29 * 300 is less than 87 in float64.
 NUM_EXPERTS, NUM_FALLEN = 100, 87
@@ -56,3 +56,11 @@ def test_the_ledger_has_the_reason_as_a_number() -> None:
     assert numbers == [0, 1, 2, 3, 4]
     # Ledgers that are written have them in this order.
     assert [reason.name for reason in FallbackReason] == ["FEW_TOKENS", "NO_SIGNAL", "SINGULAR", "NO_GAIN"]
+
+
+def test_a_weight_without_figures_is_named(source: Path) -> None:
+    tensors = planned(source, 1.0)
+    names = [plan.source.spec.name for plan in tensors if plan.int4 is not None]
+    with pytest.raises(ContentError, match="has no codes") as found:
+        require_fallback_budget(tensors, {name: figures("") for name in names if name != names[7]})
+    assert found.value.tensor == names[7]

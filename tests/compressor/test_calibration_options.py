@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import memopt
 from memopt.compressor.calibration_options import MAX_NUMBER, CalibrationOptions
 from memopt.errors import DataFileError, LayoutError, MissingFileError, UsageError
 
@@ -73,3 +74,9 @@ def test_a_file_that_is_not_read_is_not_hashed(data: Path, tmp_path: Path, monke
     ):
         with pytest.raises(kind, match=words):
             CalibrationOptions(tmp_path / name, device="cpu").identity()
+
+
+def test_compress_wants_options_and_not_a_path(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="calibration is a str"):
+        memopt.compress(tmp_path, tmp_path / "out", calibration=str(data))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()

@@ -216,9 +216,9 @@ def test_only_a_layer_that_shares_a_selection_is_left_one(
     names: set[str] = set()
     rows = CalibrationRun.rows
 
-    def watched(run: CalibrationRun, name: str, *rest: Any) -> RowFile:
+    def watched(run: CalibrationRun, name: str, *rest: Any, **more: Any) -> RowFile:
         names.add(name)
-        return rows(run, name, *rest)
+        return rows(run, name, *rest, **more)
 
     monkeypatch.setattr(CalibrationRun, "rows", watched)
     compress(source, tmp_path / "out", recipe([experts("weighted")]), options(ids))
@@ -296,6 +296,11 @@ def test_down_alone_is_calibrated_behind_rounded_gate_and_up(source: Path, ids: 
     assert 0 < total["calibrated_error"] < 0.9 * total["plain_error"]
 
 
+def half_of(method: str, part: str = "gate") -> list[dict[str, object]]:
+    """A rule for one of gate and up of shared experts."""
+    return [{"names": [rf".*shared_experts\.{part}_proj\.weight"], "format": {"type": "int4", "method": method}}]
+
+
 @pytest.mark.parametrize(
     ("rules", "fault"),
     [
@@ -308,6 +313,9 @@ def test_down_alone_is_calibrated_behind_rounded_gate_and_up(source: Path, ids: 
             "different forms",
         ),
         ([{"names": [r".*experts\.0\..*"], "format": {"type": "int4", "method": "gptq"}}], "of 12 weights"),
+        ([*half_of("rtn"), experts("gptq")], "the other of gate and up would not"),
+        ([*half_of("gptq"), experts("gptq")], "the other of gate and up would not"),
+        ([*half_of("rtn"), *half_of("weighted", "up"), experts("gptq")], "different forms"),
     ],
 )
 def test_recipes_that_calibration_cannot_follow(
@@ -355,3 +363,4 @@ def test_data_that_does_not_do_is_refused(source: Path, ids: Path, tmp_path: Pat
         memopt.compress(source, tmp_path / "out", recipe=GPTQ, device="cpu")
     with pytest.raises(UsageError, match="one expert needs"):
         compress(source, tmp_path / "small", GPTQ, options(ids, memory_bytes=1000))
+    assert not list(tmp_path.iterdir())

@@ -78,6 +78,16 @@ def test_a_group_within_itself_has_no_documents() -> None:
         compare_tasks(table, table)
 
 
+def test_a_task_that_many_groups_of_a_group_name_counts_once() -> None:
+    """Group by group, with two ways to each, 2**5000 ways would be walked."""
+    table = results(a=0.5)
+    table["results"] = {"0": {"acc,none": 0.5}}
+    table["group_subtasks"] = {str(number): [str(number + 1)] * 2 + ["a"] for number in range(5_000)}
+    table["group_subtasks"]["5000"] = ["a", "a"]
+    (score,) = compare_tasks(table, table)
+    assert score.num_samples == 200
+
+
 @pytest.mark.parametrize("value", [True, "0.5", -0.1, 1.5, None, [0.5]])
 def test_a_score_is_a_share(value: object) -> None:
     table = {"results": {"a": {"acc,none": value}}}

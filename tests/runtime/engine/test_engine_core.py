@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from page_reading_model import EOS, PageReadingModel, expected_tokens, generated, greedy, new_core, run
 
 from memopt.errors import CapacityError, UsageError
+from memopt.kernels.layout import PAGE_TOKENS
 from memopt.runtime.engine.request import RequestState
 from memopt.runtime.engine.sampling_params import SamplingParams
 from memopt.runtime.integrity.tagged_tracker import TaggedTracker
@@ -221,23 +222,22 @@ def test_a_prefix_hit_computes_less_and_gives_the_same_tokens() -> None:
     assert generated(third) == expected_tokens(turn, 10)
 
 
-def test_the_prompt_of_a_request_that_waits_is_looked_up_only_when_pages_changed_hands() -> None:
-    core = new_core(num_pages=7, max_requests=2, prefix_namespace=b"test")
-    running = core.submit(prompt_of(130), greedy(62))
-    waiting = core.submit(prompt_of(200, 3), greedy(5))
-    for _ in range(5):
-        core.step()
-    index = core.pages.prefix_index
-    assert index is not None
-    assert running.is_decoding
-    assert waiting.state is RequestState.WAITING
-    num_lookups = index.counts.num_lookups
-    for _ in range(50):
-        core.step()
-    assert (index.counts.num_lookups, waiting.state) == (num_lookups, RequestState.WAITING)
+def test_a_request_that_fits_alone_starts_whatever_the_prefix_index_gave_up_before() -> None:
+    """In its first step: the index gives up all that it alone holds, in whatever order it has it."""
+    core = new_core(num_pages=9, max_requests=3, max_step_tokens=600, prefix_namespace=b"test")
+    running = core.submit(prompt_of(130), greedy(60))
+    core.step()
+    for prompt in (prompt_of(65, 3), prompt_of(66), prompt_of(193, 5)):
+        request = core.submit(prompt, greedy(1))
+        while request.state is not RequestState.FINISHED:
+            core.step()
+    assert running.state is RequestState.RUNNING
     run(core)
-    assert generated(running) == expected_tokens(prompt_of(130), 62)
-    assert generated(waiting) == expected_tokens(prompt_of(200, 3), 5)
+    large = prompt_of(8 * PAGE_TOKENS - 10, 11)
+    request = core.submit(large, greedy(2))
+    for _ in range(2):
+        core.step()
+    assert generated(request) == expected_tokens(large, 2)
 
 
 def test_an_adopted_request_does_not_overtake_those_that_wait() -> None:

@@ -144,6 +144,21 @@ def test_the_least_lately_used_goes_first_and_ends_before_beginnings() -> None:
     assert manager.num_used == 0
 
 
+def test_one_call_gives_up_all_that_nobody_else_holds() -> None:
+    """Also when one that ended early has put a page in use behind the page before it."""
+    manager = _manager()
+    index = PrefixIndex(NAMESPACE, manager)
+    _insert(index, manager, _prompt(1, 2))
+    held = index.match(_prompt(1, 2, rest=1))
+    _insert(index, manager, _prompt(3))
+    _match(index, manager, _prompt(1, rest=1))
+    assert index.evict(1, step=0) == 1
+    manager.release(held, step=0)
+    assert index.num_pages == 2
+    assert index.evict(2, step=0) == 2
+    assert manager.num_used == 0
+
+
 def test_pages_of_running_requests_stay() -> None:
     manager = _manager()
     index = PrefixIndex(NAMESPACE, manager)
